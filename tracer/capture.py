@@ -1,0 +1,447 @@
+"""Run one training step on the phantom GPU and write down what happened.
+
+The Recorder observes every operator (PhantomMode), every death of a storage (a weak reference on it, so a death is seen
+when it happens, not inferred from the last use), which module is running (forward hooks), and which forward operation
+a backward operation belongs to (autograd's sequence numbers).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from metapeak.tracer import attention, phantom_ops  # noqa: F401  (they register their operators)
+from metapeak.tracer.errors import TraceError
+from metapeak.tracer.graph import LOAD, StepGraph, Symbol, Value
+from metapeak.tracer.liveness import Category, Phase
+from metapeak.tracer.phantom import PhantomMode, PhantomTensor, phantom_from_cpu, phantom_from_meta
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+_ALIVE = -1
+_current_autograd_node = torch._C._current_autograd_node
+_next_sequence_number = torch._C._autograd._get_sequence_nr
+_NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+
+
+class _StorageRef(weakref.ref):
+    """A weak reference that knows which row of the storage columns it watches."""
+
+    __slots__ = ("row",)
+
+
+class Recorder:
+    """Builds a StepGraph from what PhantomMode tells it.
+
+    Use: `load` every tensor that exists before the step, then `with recorder.recording():` run phases inside
+    `with recorder.phase(...)`, then `finish()`.
+    """
+
+    def __init__(self, root: torch.nn.Module):
+        self.graph = StepGraph()
+        self.mode = PhantomMode(self)
+        self._root = root
+        self._op_index: dict[Any, int] = {}
+        self._dtype_index: dict[torch.dtype, int] = {}
+        self._source_index: dict[tuple[Any, int], int] = {}
+        self._is_user_code: dict[Any, bool] = {}
+        self._module_index: dict[int, int] = {}
+        self._module_stack: list[int] = []
+        self._refs: list[_StorageRef | None] = []
+        self._died_callback = self._died
+        self._phase, self._iteration = Phase.LOAD, 0
+        self._forward_of: dict[int, int] = {}  # autograd sequence number -> forward operation
+        self._last_sequence = 0
+        self._symbols: dict[Any, Symbol] = {}
+        self._marked: dict[int, Category] = {}
+        self._recompute_ends: list[tuple[int, int]] = []
+        self._index_modules()
+
+    # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def _index_modules(self) -> None:
+        names, classes = self.graph.module_names, self.graph.module_classes
+        for name, module in self._root.named_modules():
+            self._module_index[id(module)] = len(names)
+            names.append(name)
+            classes.append(type(module).__name__)
+
+    def load(self, tensor: PhantomTensor, name: str, category: Category, module: torch.nn.Module | None = None) -> None:
+        """Register a tensor that exists before the step. Tied tensors and views of one storage count once."""
+        node = self._append_node(LOAD, (), {}, self._module_index.get(id(module), 0), -1)
+        self.graph.load_names[node] = name
+        row = self._append_value(node, 0, tensor)
+        self._marked.setdefault(row, category)
+
+    # -- while recording -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Everything that runs inside is recorded. Backward runs on this thread, as the phantom GPU needs."""
+        self._last_sequence = _next_sequence_number()
+        collected = gc.isenabled()
+        gc.disable()
+        pre = register_module_forward_pre_hook(self._enter_module)
+        post = register_module_forward_hook(self._leave_module, always_call=True)
+        try:
+            with self.mode, torch.autograd.set_multithreading_enabled(False):
+                yield
+        finally:
+            pre.remove()
+            post.remove()
+            if collected:
+                gc.enable()
+
+    @contextlib.contextmanager
+    def phase(self, phase: Phase, iteration: int) -> Iterator[None]:
+        self._phase, self._iteration = phase, iteration
+        self._module_stack.clear()
+        yield
+
+    def mark(self, tensor: torch.Tensor | None, category: Category) -> None:
+        """Say what the storage of a tensor is for, from its birth on."""
+        if type(tensor) is PhantomTensor:
+            row = tensor.untyped_storage().__dict__.get("row")
+            if row is not None:
+                self._marked.setdefault(row, category)
+
+    def location(self) -> tuple[int, str]:
+        """(index of the next operation, module running) for messages."""
+        return self.graph.num_ops, self.graph.module_names[self._where()[0]]
+
+    def record(self, func, args, kwargs, outputs) -> None:
+        """Append one operation; called by PhantomMode."""
+        module, source, _ = self._where()
+        recorded_args = self._recorded(args)
+        recorded_kwargs = {name: self._recorded(value) for name, value in kwargs.items()} if kwargs else kwargs
+        node = self._append_node(func, recorded_args, recorded_kwargs, module, source)
+        for position, output in enumerate(outputs):
+            self._append_value(node, position, output)
+        if self._phase is Phase.FORWARD or self._module_stack:
+            sequence = _next_sequence_number()
+            for number in range(self._last_sequence, sequence):
+                self._forward_of[number] = node
+            self._last_sequence = sequence
+
+    def _append_node(self, func, args, kwargs, module: int, source: int) -> int:
+        graph = self.graph
+        index = self._op_index.get(func)
+        if index is None:
+            index = self._op_index[func] = len(graph.op_names)
+            graph.op_names.append(str(func))
+        node = len(graph.op)
+        graph.op.append(index)
+        graph.args.append(args)
+        graph.kwargs.append(kwargs)
+        graph.phase.append(self._phase)
+        graph.iteration.append(self._iteration)
+        graph.module.append(module)
+        graph.source.append(source)
+        graph.recompute.append(self._phase is Phase.BACKWARD and bool(self._module_stack))
+        return node
+
+    def _append_value(self, node: int, position: int, tensor: PhantomTensor) -> int:
+        graph = self.graph
+        value = len(graph.value_node)
+        storage = tensor.untyped_storage()
+        row = storage.__dict__.get("row")
+        if row is None:
+            row = storage.row = len(graph.birth)
+            reference = _StorageRef(storage, self._died_callback)
+            reference.row = row
+            self._refs.append(reference)
+            graph.birth.append(node)
+            graph.death.append(_ALIVE)
+            graph.nbytes.append(storage.nbytes())
+            graph.category.append(_ALIVE)
+            graph.storage_value.append(value)
+        dtype = tensor.dtype
+        dtype_index = self._dtype_index.get(dtype)
+        if dtype_index is None:
+            dtype_index = self._dtype_index[dtype] = len(graph.dtype_names)
+            graph.dtype_names.append(str(dtype).removeprefix("torch."))
+        graph.value_node.append(node)
+        graph.value_output.append(position)
+        graph.value_storage.append(row)
+        graph.value_dtype.append(dtype_index)
+        graph.value_shape.append(tuple(tensor.shape))
+        graph.value_stride.append(tensor.stride())
+        graph.value_offset.append(tensor.storage_offset())
+        tensor.produced = value
+        return row
+
+    def _died(self, reference: _StorageRef) -> None:
+        self.graph.death[reference.row] = len(self.graph.op)
+        self._refs[reference.row] = None
+
+    # -- where an operation comes from ------------------------------------------------------------------------------
+
+    def _enter_module(self, module, args) -> None:
+        index = self._module_index.get(id(module))
+        if index is None:  # made during the step: belongs to whoever runs it
+            index = self._module_stack[-1] if self._module_stack else 0
+        self._module_stack.append(index)
+
+    def _leave_module(self, module, args, output) -> None:
+        if self._module_stack:
+            self._module_stack.pop()
+
+    def _where(self) -> tuple[int, int, int]:
+        """(module, source line, forward operation or -1) of the operation that is running."""
+        if self._module_stack:
+            return self._module_stack[-1], self._user_line(), -1
+        if self._phase is Phase.BACKWARD:
+            node = _current_autograd_node()
+            if node is not None:
+                forward = self._forward_of.get(node._sequence_nr(), -1)
+                if forward >= 0:
+                    return self.graph.module[forward], self.graph.source[forward], forward
+            return 0, -1, -1
+        return 0, self._user_line(), -1
+
+    def _user_line(self) -> int:
+        """The innermost line that is neither torch's nor ours."""
+        frame = sys._getframe(4)
+        is_user_code = self._is_user_code
+        while frame is not None:
+            code = frame.f_code
+            known = is_user_code.get(code)
+            if known is None:
+                known = is_user_code[code] = not code.co_filename.startswith((*_NOT_USER_CODE, "<"))
+            if known:
+                key = (code, frame.f_lineno)
+                index = self._source_index.get(key)
+                if index is None:
+                    index = self._source_index[key] = len(self.graph.source_names)
+                    self.graph.source_names.append(f"{_short_path(code.co_filename)}:{frame.f_lineno}")
+                return index
+            frame = frame.f_back
+        return -1
+
+    # -- arguments -------------------------------------------------------------------------------------------------
+
+    def _recorded(self, argument):
+        kind = type(argument)
+        if kind is PhantomTensor:
+            value = argument.produced
+            if value is None or argument.untyped_storage().__dict__.get("row") is None:
+                value = self._first_seen(argument)
+            return Value(value)
+        if kind is int or kind is float or kind is bool or kind is str or argument is None:
+            return argument
+        if kind is list or kind is tuple:
+            return kind([self._recorded(item) for item in argument])
+        if isinstance(argument, torch.Tensor):  # on the CPU: not the GPU's memory
+            return argument.item() if argument.dim() == 0 else Symbol("cpu")
+        return self._symbol(argument)
+
+    def _symbol(self, argument) -> Symbol:
+        symbol = self._symbols.get(argument)
+        if symbol is None:
+            text = "..." if argument is Ellipsis else str(argument)
+            symbol = self._symbols[argument] = Symbol(text)
+        return symbol
+
+    def _first_seen(self, tensor: PhantomTensor) -> int:
+        """A tensor on the device that nobody registered and no recorded operator made (a plain attribute)."""
+        row = tensor.untyped_storage().__dict__.get("row")
+        node = self._append_node(LOAD, (), {}, self._where()[0], -1)
+        self._append_value(node, 0, tensor)
+        if row is None:
+            self._marked[tensor.untyped_storage().row] = Category.BUFFER
+        return tensor.produced
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def finish(self) -> StepGraph:
+        """The finished graph. Storages that outlive the step get a death after its end; categories are settled."""
+        graph = self.graph
+        end = graph.num_ops
+        for row, reference in enumerate(self._refs):
+            if reference is not None:
+                graph.death[row] = end + 1
+        self._refs.clear()
+        forward_end = _ends_of(graph, Phase.FORWARD)
+        recompute_end = _ends_of_recompute(graph)
+        for row, birth in enumerate(graph.birth):
+            graph.category[row] = self._marked.get(row, _category_of(graph, row, birth, forward_end, recompute_end))
+        return graph
+
+
+def _category_of(graph: StepGraph, row: int, birth: int, forward_end: list[int], recompute_end: list[int]) -> Category:
+    """Activations outlive the forward (or the recompute) that made them; everything else is temporary."""
+    if graph.phase[birth] == Phase.FORWARD:
+        saved = graph.death[row] > forward_end[birth]
+    elif graph.recompute[birth]:
+        saved = graph.death[row] > recompute_end[birth]
+    else:
+        saved = False
+    return Category.ACTIVATION if saved else Category.TEMPORARY
+
+
+def _ends_of(graph: StepGraph, phase: Phase) -> list[int]:
+    """For each operation, the index after the last operation of its run of `phase` (0 where it is in none)."""
+    return _run_ends([kind == phase for kind in graph.phase])
+
+
+def _ends_of_recompute(graph: StepGraph) -> list[int]:
+    return _run_ends(graph.recompute)
+
+
+def _run_ends(inside: list[bool]) -> list[int]:
+    ends = [0] * len(inside)
+    end = len(inside)
+    for index in range(len(inside) - 1, -1, -1):
+        if not inside[index]:
+            end = index
+        else:
+            ends[index] = end
+    return ends
+
+
+def _short_path(path: str) -> str:
+    """A path from its package on: `transformers/models/llama/modeling_llama.py`; elsewhere just as it is."""
+    for root in sorted(sys.path, key=len, reverse=True):
+        if root and path.startswith(root.rstrip(os.sep) + os.sep):
+            return path[len(root.rstrip(os.sep)) + 1 :]
+    return path
+
+
+# -- moving a model and its batch --------------------------------------------------------------------------------------
+
+
+def move_to_phantom(module: torch.nn.Module) -> None:
+    """Replace every parameter and buffer of a module on meta by a phantom one, in place; tied ones stay tied.
+
+    What `module.to("cuda")` does, without the copy. Parameters keep requires_grad.
+    """
+    moved: dict[int, torch.Tensor] = {}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in moved:
+            meta = tensor if tensor.device.type == "meta" else tensor.to("meta")
+            known = tensor.detach() if tensor.device.type == "cpu" and tensor.numel() <= 4096 else None
+            phantom = phantom_from_meta(meta, known=known)
+            if isinstance(tensor, torch.nn.Parameter):
+                phantom.requires_grad_(tensor.requires_grad)
+                phantom._is_param = True  # what isinstance(tensor, torch.nn.Parameter) looks at
+            moved[id(tensor)] = phantom
+            kept.append(tensor)
+        return moved[id(tensor)]
+
+    kept: list[torch.Tensor] = []  # so that an id is not used twice
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = move(tensor)
+
+
+def batch_to_phantom(batch: Any) -> Any:
+    """The batch with its CPU tensors moved to the phantom GPU."""
+    if isinstance(batch, torch.Tensor):
+        return phantom_from_cpu(batch) if batch.device.type == "cpu" else phantom_from_meta(batch)
+    if isinstance(batch, Mapping):
+        return {name: batch_to_phantom(value) for name, value in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(batch_to_phantom(value) for value in batch)
+    return batch
+
+
+def default_loss(model: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+    """`model(**batch).loss`: the other outputs die here, as in the Hugging Face Trainer."""
+    loss = model(**batch).loss
+    if loss is None:
+        raise TraceError("the model returned no loss for this batch")
+    return loss
+
+
+def record_training_step(
+    model: torch.nn.Module,
+    batch: Mapping[str, Any],
+    make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None,
+    *,
+    compute_loss: Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor] = default_loss,
+    iterations: int = 2,
+    progress: Callable[[str], None] = lambda what: None,
+) -> tuple[StepGraph, dict[str, int]]:
+    """Record `iterations` steps: loss, backward, optimizer.step(), zero_grad(set_to_none=True).
+
+    Arguments: a model on meta (it is moved to the phantom GPU in place), a batch of CPU tensors, a function from the
+    trainable parameters to an optimizer (None: no optimizer step), the loss function.
+    Returns the graph and the assumptions that answering the program needed, with how often each was used.
+    Raises TraceError with op, module and reason when the program cannot run on a device without values.
+    """
+    move_to_phantom(model)
+    batch = batch_to_phantom(batch)
+    recorder = Recorder(model)
+    _load(recorder, model, batch)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda parameter: recorder.mark(parameter.grad, Category.GRADIENT))
+        for parameter in trainable
+    ]
+    try:
+        with recorder.recording():
+            optimizer = make_optimizer(trainable) if make_optimizer and trainable else None
+            for iteration in range(1, iterations + 1):
+                _one_step(recorder, model, batch, optimizer, compute_loss, iteration, progress)
+    except TraceError:
+        raise
+    except Exception as error:
+        op_index, module = recorder.location()
+        raise TraceError(f"{type(error).__name__}: {error}", op=None, module=module, op_index=op_index) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return recorder.finish(), dict(recorder.mode.assumptions)
+
+
+def _one_step(recorder, model, batch, optimizer, compute_loss, iteration, progress) -> None:
+    with recorder.phase(Phase.FORWARD, iteration):
+        progress(f"iteration {iteration}: forward")
+        loss = compute_loss(model, batch)
+    with recorder.phase(Phase.BACKWARD, iteration):
+        progress(f"iteration {iteration}: backward")
+        loss.backward()
+    if optimizer is None:
+        model.zero_grad(set_to_none=True)
+        return
+    with recorder.phase(Phase.OPTIMIZER, iteration):
+        progress(f"iteration {iteration}: optimizer")
+        optimizer.step()
+        for state in optimizer.state.values():
+            for tensor in state.values():
+                recorder.mark(tensor, Category.OPTIMIZER_STATE)
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _load(recorder: Recorder, model: torch.nn.Module, batch: Any) -> None:
+    for name, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                recorder.load(parameter, prefix + key, Category.PARAMETER, module)
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                recorder.load(buffer, prefix + key, Category.BUFFER, module)
+    for name, value in _named_tensors(batch):
+        recorder.load(value, name, Category.INPUT)
+
+
+def _named_tensors(value: Any, name: str = "batch") -> Iterator[tuple[str, PhantomTensor]]:
+    if isinstance(value, PhantomTensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _named_tensors(item, f"{name}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _named_tensors(item, f"{name}.{index}")

@@ -1,0 +1,198 @@
+"""StepGraph: one training step as it was executed.
+
+The recorder appends one row per operation and one per storage; `StepGraph.fx_graph()` lays the rows out as a
+`torch.fx.Graph` whose nodes are the aten calls in the order in which they ran, so that torch's own tools can print,
+check and walk it. Everything that needs only sizes and times is in the Liveness, which needs no torch.
+
+Arguments are kept in plain Python, with `Value` for a tensor: (index into the value columns). Values of operators that
+write in place are new values on the same storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from metapeak.tracer.liveness import Category, Liveness, Phase
+
+
+class Value(int):
+    """A reference to a row of the value columns, used inside recorded arguments."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"%{int(self)}"
+
+
+class Symbol(str):
+    """A torch constant inside recorded arguments: `torch.float32`, `torch.strided`, `cpu`, ..."""
+
+    __slots__ = ()
+
+
+# Names of operations that are not operators: how a tensor that exists before the step comes in.
+LOAD = "load"
+
+
+@dataclass(kw_only=True, eq=False)
+class StepGraph:
+    """Rows of operations, of the values (tensors) they return, and of the storages under those.
+
+    Operation rows: `op` (index into `op_names`: `aten.mm.default`, or LOAD for a tensor that was there before),
+    `args`, `kwargs`, `phase`, `iteration`, `module` and `source` (indices; -1 is none), `recompute`.
+    Value rows: `value_node`, `value_output` (which result of that operation), `value_storage`, `value_dtype` (index),
+    `value_shape`, `value_stride`, `value_offset` (elements).
+    Storage rows: `birth`, `death` (see liveness.py), `nbytes`, `category`, `storage_value` (the first value on it).
+    """
+
+    op_names: list[str] = field(default_factory=list)
+    module_names: list[str] = field(default_factory=list)
+    module_classes: list[str] = field(default_factory=list)
+    source_names: list[str] = field(default_factory=list)
+    dtype_names: list[str] = field(default_factory=list)
+
+    op: list[int] = field(default_factory=list)
+    args: list[tuple] = field(default_factory=list)
+    kwargs: list[dict[str, Any]] = field(default_factory=list)
+    phase: list[int] = field(default_factory=list)
+    iteration: list[int] = field(default_factory=list)
+    module: list[int] = field(default_factory=list)
+    source: list[int] = field(default_factory=list)
+    recompute: list[bool] = field(default_factory=list)
+
+    value_node: list[int] = field(default_factory=list)
+    value_output: list[int] = field(default_factory=list)
+    value_storage: list[int] = field(default_factory=list)
+    value_dtype: list[int] = field(default_factory=list)
+    value_shape: list[tuple[int, ...]] = field(default_factory=list)
+    value_stride: list[tuple[int, ...]] = field(default_factory=list)
+    value_offset: list[int] = field(default_factory=list)
+
+    birth: list[int] = field(default_factory=list)
+    death: list[int] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    category: list[int] = field(default_factory=list)
+    storage_value: list[int] = field(default_factory=list)
+
+    load_names: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def num_ops(self) -> int:
+        return len(self.op)
+
+    def liveness(self) -> Liveness:
+        """The storages and operations as flat integer columns."""
+        first = np.asarray(self.storage_value, dtype=np.int64)
+        node = np.asarray(self.value_node, dtype=np.int64)[first] if len(first) else first
+        liveness = Liveness(
+            birth=np.asarray(self.birth, dtype=np.int32),
+            death=np.asarray(self.death, dtype=np.int32),
+            nbytes=np.asarray(self.nbytes, dtype=np.int64),
+            category=np.asarray(self.category, dtype=np.int8),
+            module=np.asarray(self.module, dtype=np.int32)[node],
+            source=np.asarray(self.source, dtype=np.int32)[node],
+            dtype=np.asarray(self.value_dtype, dtype=np.int16)[first],
+            shapes=[self.value_shape[value] for value in self.storage_value],
+            op=np.asarray(self.op, dtype=np.int32),
+            op_phase=np.asarray(self.phase, dtype=np.int8),
+            op_iteration=np.asarray(self.iteration, dtype=np.int16),
+            op_module=np.asarray(self.module, dtype=np.int32),
+            op_recompute=np.asarray(self.recompute, dtype=bool),
+            op_names=self.op_names,
+            module_names=self.module_names,
+            source_names=self.source_names,
+            dtype_names=self.dtype_names,
+        )
+        liveness.lint()
+        return liveness
+
+    def lint(self) -> None:
+        """Raise ValueError when rows contradict each other, or torch.fx's own lint fails.
+
+        Checked: every value is read after it was made, while its storage lives; storages are born by the operation
+        that made their first value; and torch.fx's rules for graphs.
+        """
+        for node, (args, kwargs) in enumerate(zip(self.args, self.kwargs)):
+            for value in values_in((args, kwargs)):
+                if self.value_node[value] >= node:
+                    raise ValueError(f"operation {node} reads value {value!r} of operation {self.value_node[value]}")
+                storage = self.value_storage[value]
+                if not self.birth[storage] <= node < self.death[storage]:
+                    raise ValueError(f"operation {node} reads {value!r} on storage {storage}, which is not alive then")
+        for storage, value in enumerate(self.storage_value):
+            if self.value_storage[value] != storage or self.value_node[value] != self.birth[storage]:
+                raise ValueError(f"storage {storage} was not born by the operation of its first value")
+        self.liveness()
+        self.fx_graph().lint()
+
+    def fx_graph(self):
+        """The step as a `torch.fx.Graph`.
+
+        Placeholders are the tensors that were there before (parameters, buffers, inputs), call_function nodes the
+        operators; results of operators with several are `operator.getitem` nodes. `node.meta` holds `phase`,
+        `iteration`, `module`, `source_line`, `recompute`, and `tensors`: (shape, dtype, storage) of each result.
+        """
+        from metapeak.tracer.fx_export import to_fx_graph
+
+        return to_fx_graph(self)
+
+    def to_networkx(self):
+        """A `networkx.DiGraph` of the data flow: nodes are operation indices, with op, phase, module and bytes."""
+        import networkx
+
+        graph = networkx.DiGraph()
+        born: dict[int, int] = {}
+        for storage, birth in enumerate(self.birth):
+            born[birth] = born.get(birth, 0) + self.nbytes[storage]
+        for node in range(self.num_ops):
+            graph.add_node(
+                node,
+                op=self.op_names[self.op[node]],
+                phase=Phase(self.phase[node]).label,
+                iteration=self.iteration[node],
+                module=self.module_names[self.module[node]],
+                allocated_bytes=born.get(node, 0),
+            )
+            for value in values_in((self.args[node], self.kwargs[node])):
+                graph.add_edge(self.value_node[value], node)
+        return graph
+
+    def __str__(self) -> str:
+        lines = []
+        outputs: dict[int, list[int]] = {}
+        for value, node in enumerate(self.value_node):
+            outputs.setdefault(node, []).append(value)
+        for node in range(self.num_ops):
+            results = ", ".join(
+                f"%{value}:{self.dtype_names[self.value_dtype[value]]}{list(self.value_shape[value])}"
+                for value in outputs.get(node, [])
+            )
+            arguments = [repr(argument) for argument in self.args[node]]
+            arguments += [f"{name}={argument!r}" for name, argument in self.kwargs[node].items()]
+            phase = (
+                f"{self.iteration[node]}.{Phase(self.phase[node]).label}{' recompute' if self.recompute[node] else ''}"
+            )
+            module = self.module_names[self.module[node]]
+            lines.append(f"{results} = {self.op_names[self.op[node]]}({', '.join(arguments)})  # {phase} {module}")
+        return "\n".join(lines)
+
+    def bytes_by_category(self) -> dict[Category, int]:
+        """Bytes ever allocated by category (not alive together)."""
+        totals = {category: 0 for category in Category}
+        for nbytes, category in zip(self.nbytes, self.category):
+            totals[Category(category)] += nbytes
+        return totals
+
+
+def values_in(arguments):
+    """The Values inside recorded arguments, in order."""
+    if type(arguments) is Value:
+        yield arguments
+    elif type(arguments) in (tuple, list):
+        for argument in arguments:
+            yield from values_in(argument)
+    elif type(arguments) is dict:
+        for argument in arguments.values():
+            yield from values_in(argument)

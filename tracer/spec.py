@@ -1,0 +1,36 @@
+"""What to trace: the model and the step, as plain values without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """Which model.
+
+    `reference` is a Hugging Face id (optionally `@revision`), a folder, a config.json, `file.py:function` or
+    `package.module:function`. `task` overrides the one that the config's `architectures` names (see models.TASKS).
+    `dtype` is the weights dtype (`float32`, `bfloat16`, `float16`); None takes the config's.
+    """
+
+    reference: str
+    task: str | None = None
+    trust_remote_code: bool = False
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSpec:
+    """The micro-batch of one data-parallel rank: samples, and tokens or pixels a sample.
+
+    `seq_len` None takes 2048 tokens or the model's maximum if that is less. `target_len` is the decoder's length of
+    sequence-to-sequence models (None: seq_len), `image_size` the pixels a side (None: the config's), `num_images` the
+    images a sample of image-text models.
+    """
+
+    batch_size: int = 1
+    seq_len: int | None = None
+    target_len: int | None = None
+    image_size: int | None = None
+    num_images: int = 1
