@@ -258,14 +258,16 @@ class Recorder:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def finish(self) -> StepGraph:
-        """The finished graph. Storages that outlive the step get a death after its end; categories are settled."""
-        graph = self.graph
-        end = graph.num_ops
+    def close(self) -> None:
+        """What is alive now outlives the step; deaths from here on are not the program's."""
         for row, reference in enumerate(self._refs):
             if reference is not None:
-                graph.death[row] = end + 1
-        self._refs.clear()
+                self.graph.death[row] = self.graph.num_ops + 1
+        self._refs.clear()  # without its reference a storage reports no death
+
+    def finish(self) -> StepGraph:
+        """The finished graph, categories settled."""
+        graph = self.graph
         forward_end = _ends_of(graph, Phase.FORWARD)
         recompute_end = _ends_of_recompute(graph)
         for row, birth in enumerate(graph.birth):
@@ -389,8 +391,7 @@ def record_training_step(
     try:
         with recorder.recording():
             optimizer = make_optimizer(trainable) if make_optimizer and trainable else None
-            for iteration in range(1, iterations + 1):
-                _one_step(recorder, model, batch, optimizer, compute_loss, iteration, progress)
+            _train(recorder, model, batch, optimizer, compute_loss, iterations, progress)
     except TraceError:
         raise
     except Exception as error:
@@ -402,23 +403,26 @@ def record_training_step(
     return recorder.finish(), dict(recorder.mode.assumptions)
 
 
-def _one_step(recorder, model, batch, optimizer, compute_loss, iteration, progress) -> None:
-    with recorder.phase(Phase.FORWARD, iteration):
-        progress(f"iteration {iteration}: forward")
-        loss = compute_loss(model, batch)
-    with recorder.phase(Phase.BACKWARD, iteration):
-        progress(f"iteration {iteration}: backward")
-        loss.backward()
-    if optimizer is None:
-        model.zero_grad(set_to_none=True)
-        return
-    with recorder.phase(Phase.OPTIMIZER, iteration):
-        progress(f"iteration {iteration}: optimizer")
-        optimizer.step()
-        for state in optimizer.state.values():
-            for tensor in state.values():
-                recorder.mark(tensor, Category.OPTIMIZER_STATE)
-        optimizer.zero_grad(set_to_none=True)
+def _train(recorder, model, batch, optimizer, compute_loss, iterations, progress) -> None:
+    """A training loop. As in a script, a loss lives until the next iteration's takes its name."""
+    for iteration in range(1, iterations + 1):
+        with recorder.phase(Phase.FORWARD, iteration):
+            progress(f"iteration {iteration}: forward")
+            loss = compute_loss(model, batch)
+        with recorder.phase(Phase.BACKWARD, iteration):
+            progress(f"iteration {iteration}: backward")
+            loss.backward()
+        with recorder.phase(Phase.OPTIMIZER, iteration):
+            if optimizer is None:
+                model.zero_grad(set_to_none=True)
+                continue
+            progress(f"iteration {iteration}: optimizer")
+            optimizer.step()
+            for state in optimizer.state.values():
+                for tensor in state.values():
+                    recorder.mark(tensor, Category.OPTIMIZER_STATE)
+            optimizer.zero_grad(set_to_none=True)
+    recorder.close()
 
 
 def _load(recorder: Recorder, model: torch.nn.Module, batch: Any) -> None:

@@ -1,0 +1,84 @@
+"""The other side of the comparison: a real training step on the CPU, its storages watched by weak references.
+
+Deliberately shares no code with metapeak: a plain dispatch mode that lets every operator run, looks at the storages of
+the results, and counts what is alive.
+"""
+
+import gc
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass
+class CpuRun:
+    """Live bytes after each operator as (phase, operator, bytes), and bytes at the end of each phase."""
+
+    timeline: list = field(default_factory=list)
+    ends: dict = field(default_factory=dict)
+
+    def peak(self, phase):
+        return max(live for name, _, live in self.timeline if name == phase)
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.alive = {}
+        self.run = CpuRun()
+        self.phase = (0, "load")
+
+    def add(self, tensor):
+        storage = tensor.untyped_storage()
+        key = id(storage)  # not used again while the storage is alive, and forgotten when it dies
+        if key not in self.alive:
+            self.alive[key] = (weakref.ref(storage, lambda _: self.alive.pop(key, None)), storage.nbytes())
+
+    def stays_on_host(self, tensor):
+        """AdamW's scalars (`step` and the 1 that is added to it) stay on the host also when the model is on a GPU."""
+        return self.phase[1] == "optimizer" and tensor.dim() == 0
+
+    def live(self):
+        return sum(nbytes for _, nbytes in self.alive.values())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and not self.stays_on_host(leaf):
+                self.add(leaf)
+        self.run.timeline.append((self.phase, str(func), self.live()))
+        return result
+
+
+def run_on_cpu(model, batch, make_optimizer, iterations=2):
+    """A CpuRun of `iterations` steps of a real model on the CPU.
+
+    Numbers that stay on the host when the model is on a GPU are not counted, see `stays_on_host`.
+    """
+    watch = _Watch()
+    for tensor in [*model.parameters(), *model.buffers(), *batch.values()]:
+        watch.add(tensor)
+    optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    collected = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with watch, torch.autograd.set_multithreading_enabled(False):
+            for iteration in range(1, iterations + 1):
+                watch.phase = (iteration, "forward")
+                loss = model(**batch).loss
+                watch.run.ends[watch.phase] = watch.live()
+                watch.phase = (iteration, "backward")
+                loss.backward()
+                watch.run.ends[watch.phase] = watch.live()
+                watch.phase = (iteration, "optimizer")
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                watch.run.ends[watch.phase] = watch.live()
+    finally:
+        if collected:
+            gc.enable()
+    return watch.run
