@@ -206,10 +206,12 @@ class Recorder:
 
     def _user_line(self) -> int:
         """The innermost line that is neither torch's nor ours."""
-        frame = sys._getframe(4)
+        frame = sys._getframe(3)
         is_user_code = self._is_user_code
         while frame is not None:
             code = frame.f_code
+            if code is _train.__code__:  # beyond are our callers
+                return -1
             known = is_user_code.get(code)
             if known is None:
                 known = is_user_code[code] = not code.co_filename.startswith((*_NOT_USER_CODE, "<"))
@@ -395,8 +397,10 @@ def record_training_step(
     except TraceError:
         raise
     except Exception as error:
-        op_index, module = recorder.location()
-        raise TraceError(f"{type(error).__name__}: {error}", op=None, module=module, op_index=op_index) from error
+        op, (op_index, module) = None, recorder.location()
+        if recorder.mode.failed is not None and recorder.mode.failed[0] is error:
+            _, op, op_index, module = recorder.mode.failed
+        raise TraceError(f"{type(error).__name__}: {error}", op=op, module=module, op_index=op_index) from error
     finally:
         for hook in hooks:
             hook.remove()

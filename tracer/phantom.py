@@ -208,6 +208,8 @@ class PhantomMode(TorchDispatchMode):
         super().__init__()
         self.observer = observer
         self.assumptions: dict[str, int] = {}
+        # (error, op, op_index, module) of the last kernel that raised, for a message if nobody handles the error.
+        self.failed: tuple[Exception, str, int, str] | None = None
         self._operators: dict[object, _Operator] = {}
         self._answers: dict[object, list] = {}
         self._unknown_storages: dict[int, object] = {}
@@ -283,7 +285,11 @@ class PhantomMode(TorchDispatchMode):
         """Results of the meta kernel as phantom tensors."""
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _META}
-        results = run_meta_kernel(func, args, kwargs)
+        try:
+            results = run_meta_kernel(func, args, kwargs)
+        except Exception as error:
+            self.failed = (error, str(func), *self.observer.location())
+            raise
         return _map_tensors(results, _wrap)
 
     def _observe(self, func, args, kwargs, outputs):
