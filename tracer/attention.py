@@ -175,3 +175,52 @@ def _preprocess_mask(mask, query, key):
 
 _library = torch.library.Library("aten", "IMPL")
 _library.impl("scaled_dot_product_attention", scaled_dot_product_attention, "AutogradPrivateUse1")
+
+
+# -- flash attention as the flash_attn package runs it ----------------------------------------------------------------
+
+FLASH2_IMPLEMENTATION = "metapeak_flash_attention_2"
+
+
+def flash_attention_2_forward(
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **kwargs
+):
+    """transformers' flash_attention_2 on the phantom GPU, for full batches.
+
+    Shapes: query [batch, heads, length, head size], key and value with their own number of heads (the kernel takes
+    grouped heads without repeating them). Returns ([batch, length, heads, value head size], None).
+    Source: transformers integrations/flash_attention.py; the saved tensors are those of FlashAttnFunc of flash_attn
+    (q, k, v, out, log-sum-exp, rng state), which aten's own operator saves too.
+    """
+    if attention_mask is not None:
+        raise InputError("flash attention 2 was given a padding mask: metapeak traces full batches only.")
+    head_dim, value_head_dim = query.size(-1), value.size(-1)
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    if value_head_dim != head_dim:
+        value = torch.nn.functional.pad(value, [0, head_dim - value_head_dim])
+    if query.dtype == torch.float32:
+        raise InputError("flash attention 2 takes fp16 and bf16, not fp32. Use another dtype or attention.")
+    padded = [_pad_last_dim(tensor, 8) for tensor in (query, key, value)]
+    output = aten._flash_attention_forward(
+        *padded,
+        None,
+        None,
+        query.size(1),
+        key.size(1),
+        dropout,
+        module.is_causal if is_causal is None else is_causal,
+        False,
+        scale=scaling if scaling is not None else 1 / math.sqrt(head_dim),
+    )[0]
+    if output.size(-1) != value_head_dim:
+        output = output[..., :value_head_dim]
+    return output, None
+
+
+def register_with_transformers() -> None:
+    """Make `attn_implementation=FLASH2_IMPLEMENTATION` known: our forward, transformers' own flash mask (none)."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    AttentionInterface.register(FLASH2_IMPLEMENTATION, flash_attention_2_forward)
+    AttentionMaskInterface.register(FLASH2_IMPLEMENTATION, flash_attention_mask)

@@ -164,13 +164,19 @@ def run_meta_kernel(func, args, kwargs):
 class _Operator:
     """What PhantomMode needs to know of an operator overload, looked up once."""
 
-    __slots__ = ("cacheable", "handler", "is_view", "mutates")
+    __slots__ = ("cacheable", "handler", "is_view", "mutates", "updates_lists")
 
     def __init__(self, func):
         tags = func.tags
         self.handler: Callable | None = HANDLERS.get(func) or HANDLERS.get(func.overloadpacket)
         self.is_view: bool = func.is_view
         self.mutates: bool = func._schema.is_mutable
+        # _foreach_add_ and the like: hundreds of tensors written in place, nothing returned, no shape that could change.
+        self.updates_lists: bool = (
+            self.mutates
+            and not func._schema.returns
+            and func.overloadpacket.__name__.startswith(("_foreach_", "_fused_"))
+        )
         changes_shape_in_place = torch.Tag.inplace_view in tags
         self.cacheable = not (self.is_view or changes_shape_in_place or torch.Tag.dynamic_output_shape in tags)
 
@@ -213,6 +219,10 @@ class PhantomMode(TorchDispatchMode):
         self._operators: dict[object, _Operator] = {}
         self._answers: dict[object, list] = {}
         self._unknown_storages: dict[int, object] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled inside; the guard would cost more than the dispatch itself
 
     def __enter__(self):
         # torch.tensor(data, device=...) then builds on the CPU and moves, through this mode.
@@ -263,7 +273,9 @@ class PhantomMode(TorchDispatchMode):
                 self._observe(func, args, kwargs, outputs)
                 return outputs
 
-        if cacheable:
+        if operator.updates_lists:
+            outputs = None
+        elif cacheable:
             key = tuple(key)
             recipe = self._answers.get(key)
             if recipe is not None:
@@ -501,11 +513,18 @@ def _written(func, args, kwargs):
 
 
 # -- recipes: how to make an operator's outputs again for arguments of the same shapes ---------------------------------
-# A recipe is None (return None), an int (that flat tensor argument), a tuple (shape, stride, dtype) of a new tensor, or
-# a list of recipes with the container type in front.
+# A recipe is a tuple (shape, stride, dtype) of a new tensor, a _Same (that flat tensor argument), a list of recipes with
+# the container type in front, or a constant to return (None, a number).
 
 
 # Plain functions on purpose: a closure that calls itself is a reference cycle, which would keep the arguments alive.
+
+
+class _Same:
+    __slots__ = ("position",)
+
+    def __init__(self, position: int):
+        self.position = position
 
 
 def _recipe(outputs, args, kwargs):
@@ -524,7 +543,7 @@ def _recipe_of(output, inputs, storages):
     if type(output) is PhantomTensor:
         for position, tensor in enumerate(inputs):
             if tensor is output:
-                return position
+                return _Same(position)
         storage = output.untyped_storage()
         if storage._cdata in storages or output.dtype.is_complex:
             raise _Uncacheable
@@ -537,8 +556,8 @@ def _recipe_of(output, inputs, storages):
     if isinstance(output, (list, tuple)):
         kind = list if isinstance(output, list) else tuple
         return [kind, *[_recipe_of(item, inputs, storages) for item in output]]
-    if output is None:
-        return None
+    if output is None or type(output) in (int, float, bool):
+        return output
     raise _Uncacheable
 
 
@@ -553,9 +572,9 @@ def _make(step, args, kwargs):
         return PhantomTensor(torch.empty_strided(step[0], step[1], dtype=step[2], device=_META))
     if kind is list:
         return step[0]([_make(item, args, kwargs) for item in step[1:]])
-    if kind is int:
+    if kind is _Same:
         inputs: list[torch.Tensor] = []
         _flatten_tensors(args, inputs)
         _flatten_tensors(tuple(kwargs.values()), inputs)
-        return inputs[step]
-    return None
+        return inputs[step.position]
+    return step

@@ -34,3 +34,27 @@ class BatchSpec:
     target_len: int | None = None
     image_size: int | None = None
     num_images: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSpec:
+    """The optimizer: its name (see OPTIMIZERS in strategies/optimizer.py) and implementation.
+
+    `implementation` is `foreach` (what CUDA picks), `fused` or `for-loop`.
+    """
+
+    name: str = "adamw"
+    implementation: str = "foreach"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSpec(BatchSpec):
+    """One training step: the batch, the optimizer, the attention kernel, and how many steps to trace.
+
+    `attention` None is what the model's default implementation gets on the GPU; else `eager`, `sdpa`, or a kernel to
+    force (`flash2`, `efficient`, `cudnn`, `math`). Two iterations show creation of optimizer states and the steady step.
+    """
+
+    optimizer: OptimizerSpec = OptimizerSpec()
+    attention: str | None = None
+    iterations: int = 2

@@ -1,0 +1,160 @@
+"""The command line: parse, call, print. Everything it does can be called from Python."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from metapeak.tracer.errors import InputError, MetapeakError
+
+# Exit codes of the contract.
+DONE, BAD_INPUT, WRONG_USAGE, DOES_NOT_FIT, BORDERLINE, INTERRUPTED = 0, 1, 2, 3, 4, 130
+
+
+class Estimate:
+    """`metapeak estimate MODEL`: peak memory of one training step, where, why, does it fit."""
+
+    name = "estimate"
+    help = "peak memory of a training step, where, why, and does it fit"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        from metapeak.reports.options import add_to_parser
+
+        parser.add_argument("model", metavar="MODEL", help="Hugging Face id, folder, config.json or file.py:function")
+        add_to_parser(parser)
+        output = parser.add_argument_group("output")
+        output.add_argument("--json", metavar="FILE", help="write the result as JSON; - is stdout, alone")
+        output.add_argument("--force", action="store_true", help="replace files that exist")
+        output.add_argument(
+            "--require-fit", action="store_true", help="exit with 3 if it does not fit, 4 if it is borderline"
+        )
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from metapeak.reports.data import record_of
+        from metapeak.reports.files import check_writable, write_whole
+        from metapeak.reports.options import gpu_of, model_spec, resolve_options, step_spec, strategies_of
+        from metapeak.reports.progress import Progress
+        from metapeak.strategies import simulate
+        from metapeak.tracer.simulation import Verdict
+
+        options = resolve_options(arguments)
+        gpu = gpu_of(options)
+        if arguments.require_fit and gpu is None:
+            raise InputError("--require-fit needs --gpu or --gpu-memory to fit into.")
+        target = None
+        if arguments.json not in (None, "-"):
+            target = check_writable(arguments.json, force=arguments.force)
+        with Progress() as progress:
+            simulation = simulate(
+                model_spec(arguments.model, options),
+                step_spec(options),
+                strategies_of(options),
+                gpu=gpu,
+                options=options,
+                progress=progress,
+            )
+        if arguments.json is None:
+            from metapeak.reports.summary import print_summary
+
+            print_summary(simulation, make_console())
+        else:
+            text = json.dumps(record_of(simulation), indent=2) + "\n"
+            if target is None:
+                sys.stdout.write(text)
+            else:
+                write_whole(target, text)
+                print(f"wrote {target}", file=sys.stderr)
+        if arguments.require_fit and simulation.fit.verdict is not Verdict.FITS:
+            return BORDERLINE if simulation.fit.verdict is Verdict.BORDERLINE else DOES_NOT_FIT
+        return DONE
+
+
+class Models:
+    """`metapeak models`: the built-in catalogue of model configs."""
+
+    name = "models"
+    help = "models whose configs are built in"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--json", metavar="FILE", choices=["-"], help="- prints JSON on stdout")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from metapeak.reports.catalogues import print_models
+        from metapeak.tracer.models import list_models
+
+        if arguments.json:
+            print(json.dumps(list_models(), indent=2))
+        else:
+            print_models(list_models(), make_console())
+        return DONE
+
+
+class Gpus:
+    """`metapeak gpus`: the catalogue of GPUs with what torch can use of each."""
+
+    name = "gpus"
+    help = "GPUs and what torch can really use of each"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--json", metavar="FILE", choices=["-"], help="- prints JSON on stdout")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from metapeak.reports.catalogues import gpu_records, print_gpus
+        from metapeak.tracer.gpus import all_gpus
+
+        if arguments.json:
+            print(json.dumps(gpu_records(all_gpus()), indent=2))
+        else:
+            print_gpus(all_gpus(), make_console())
+        return DONE
+
+
+COMMANDS = (Estimate(), Models(), Gpus())
+
+
+def make_console():
+    """A rich console on stdout. In a pipe nobody can widen the window, so lines are not folded at 80 there."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=140)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="metapeak", description=__doc__.splitlines()[0] and _DESCRIPTION)
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        child = commands.add_parser(command.name, help=command.help, description=command.help)
+        child.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
+        command.add_arguments(child)
+        child.set_defaults(run=command.run)
+    return parser
+
+
+_DESCRIPTION = "How much GPU memory a training job needs, traced from the real model, without a GPU."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; one clear message on stderr for what cannot be used."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except MetapeakError as error:
+        if arguments.debug:
+            raise
+        print(f"metapeak: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("metapeak: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe is gone: what it wanted, it has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""The terminal report of an estimate: what it says and in which order is the contract's, how it looks is rich's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from metapeak.reports.data import CATEGORY_NAMES, module_rows
+from metapeak.reports.sizes import count, gib, size
+from metapeak.tracer.liveness import Category
+from metapeak.tracer.simulation import RankResult, Simulation, Verdict
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_STYLES = {Verdict.FITS: "bold green", Verdict.BORDERLINE: "bold yellow", Verdict.DOES_NOT_FIT: "bold red"}
+_LABELS = {Verdict.FITS: "Fits", Verdict.BORDERLINE: "Borderline on", Verdict.DOES_NOT_FIT: "Does not fit"}
+
+# Attention operators by what people call them.
+_ATTENTION_OPS = {
+    "_scaled_dot_product_flash_attention": "flash attention",
+    "_flash_attention_forward": "flash attention 2",
+    "_scaled_dot_product_efficient_attention": "memory-efficient attention",
+    "_scaled_dot_product_cudnn_attention": "cuDNN attention",
+}
+
+LARGEST_SHOWN = 8
+MODULES_SHOWN = 12
+
+
+def print_summary(simulation: Simulation, console: Console) -> None:
+    """Print the report of one estimate."""
+    rank = simulation.worst
+    _head(simulation, rank, console)
+    _verdict(simulation, rank, console)
+    _peak(rank, console)
+    _phases(rank, console)
+    _largest(rank, console)
+    _modules(rank, console)
+    _sentences("Assumed", simulation.how.assumptions, console)
+    _sentences("Not modelled", simulation.how.not_modelled, console)
+
+
+def _head(simulation: Simulation, rank: RankResult, console: Console) -> None:
+    model, how = simulation.model, simulation.how
+    ours = sum(seconds for stage, seconds in how.seconds.items() if stage != "import")
+    console.print(
+        Text.assemble(
+            (model.id, "bold"),
+            f"   {describe_step(simulation, rank)}   ",
+            (f"traced, {ours:.1f} s", "dim"),
+        )
+    )
+    console.print(
+        Text(f"{model.architecture}, {count(model.parameters)} parameters ({model.parameters:,}), from {model.source}")
+    )
+
+
+def describe_step(simulation: Simulation, rank: RankResult) -> str:
+    """One line: what is trained, in which precision, with which optimizer, on which batch."""
+    options = {name: option.value for name, option in simulation.options.items()}
+    model = simulation.model
+    trained = "full fine-tune" if model.trainable_parameters == model.parameters else "partly frozen"
+    parts = [trained, str(options.get("weights_dtype", ""))]
+    parts.append(f"{options.get('optimizer', 'adamw')} {options.get('implementation', 'foreach')}")
+    lengths = [options.get(name) for name in ("seq_len", "target_len") if options.get(name)]
+    batch = f"batch {options.get('batch_size', 1)}"
+    if lengths:
+        batch += " x " + " + ".join(str(length) for length in lengths)
+    elif options.get("image_size"):
+        batch += f" x {options['image_size']} pixels"
+    parts.append(batch)
+    policy = options.get("checkpointing", "none")
+    parts.append("no checkpointing" if policy == "none" else f"checkpointing {policy}")
+    parts.append(attention_kernels(rank) or f"{options.get('attention') or 'no'} attention")
+    return ", ".join(part for part in parts if part)
+
+
+def attention_kernels(rank: RankResult) -> str:
+    """The fused attention kernels that the step ran, or an empty string."""
+    found = {
+        label: None
+        for name in rank.liveness.op_names
+        for op, label in _ATTENTION_OPS.items()
+        if name.split(".")[1:2] == [op]
+    }
+    return " and ".join(found)
+
+
+def _verdict(simulation: Simulation, rank: RankResult, console: Console) -> None:
+    fit = simulation.fit
+    if fit is None:
+        console.print(Text.assemble(("Needs ", "bold"), (f"{gib(rank.allocated_bytes)} GiB", "bold"), " allocated"))
+        return
+    usable = f"usable {gib(fit.gpu.usable_bytes)} GiB ({fit.gpu.usable_from})"
+    rest = (
+        f"{gib(fit.headroom_bytes)} GiB left for the CUDA context and fragmentation"
+        if fit.headroom_bytes >= 0
+        else f"{gib(-fit.headroom_bytes)} GiB too much"
+    )
+    console.print(
+        Text.assemble(
+            (f"{_LABELS[fit.verdict]} {fit.gpu.id}", _STYLES[fit.verdict]),
+            f": needs {gib(rank.allocated_bytes)} GiB allocated, {usable}, {rest}",
+        )
+    )
+
+
+def _peak(rank: RankResult, console: Console) -> None:
+    at = rank.peak_at
+    where = f" in {at.module}" if at.module else ""
+    recompute = ", recompute" if at.recompute else ""
+    console.print(
+        Text.assemble(
+            ("Peak", "bold"),
+            f" at iteration {at.iteration}, {at.phase}{recompute}, ",
+            (at.op, "cyan"),
+            f"{where}, in GiB:",
+        )
+    )
+    breakdown = rank.breakdown
+    parts = [
+        f"{CATEGORY_NAMES[category].replace('_', ' ')} {gib(nbytes)}"
+        for category, nbytes in breakdown.items()
+        if nbytes or category in (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE, Category.ACTIVATION)
+    ]
+    console.print(Text("  " + "   ".join(parts)))
+    console.print(
+        Text(
+            f"  live {gib(rank.requested_bytes)} (traced) -> allocated {gib(rank.allocated_bytes)} (derived: blocks of 512 "
+            "bytes) -> reserved and device: not modelled yet"
+        )
+    )
+
+
+def _phases(rank: RankResult, console: Console) -> None:
+    phases = rank.phases
+    peak = max(phase.peak_bytes for phase in phases)
+    table = Table(title="Phases, GiB (traced storages)", title_justify="left", box=None, pad_edge=False)
+    table.add_column("iteration", justify="right")
+    table.add_column("phase")
+    table.add_column("peak", justify="right")
+    table.add_column("at its end", justify="right")
+    table.add_column("")
+    for phase in phases:
+        table.add_row(
+            str(phase.iteration) if phase.iteration else "",
+            phase.phase,
+            gib(phase.peak_bytes),
+            gib(phase.end_bytes),
+            "<- peak" if phase.peak_bytes == peak else "",
+        )
+    console.print()
+    console.print(table)
+    console.print(Text(f"Between steps: {gib(rank.steady_bytes)} GiB"))
+
+
+def _largest(rank: RankResult, console: Console) -> None:
+    table = Table(title="Largest alive at the peak", title_justify="left", box=None, pad_edge=False)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("shape")
+    table.add_column("dtype")
+    table.add_column("category")
+    table.add_column("module", overflow="fold")
+    table.add_column("made in", overflow="fold")
+    for tensor in rank.largest(LARGEST_SHOWN):
+        shape = " x ".join(str(extent) for extent in tensor.shape) or "scalar"
+        made = f"{tensor.born_phase}{' of ' + str(tensor.born_iteration) if tensor.born_iteration else ''}"
+        made += f", {tensor.source_line}" if tensor.source_line else ""
+        table.add_row(size(tensor.nbytes), shape, tensor.dtype, tensor.category.replace("_", " "), tensor.module, made)
+    console.print()
+    console.print(table)
+
+
+def _modules(rank: RankResult, console: Console) -> None:
+    rows = sorted(module_rows(rank), key=lambda row: -row["bytes"])
+    shown, rest = rows[:MODULES_SHOWN], rows[MODULES_SHOWN:]
+    columns = [name for name in CATEGORY_NAMES.values() if any(row.get(name) for row in shown)]
+    table = Table(title="By module at the peak, GiB", title_justify="left", box=None, pad_edge=False)
+    table.add_column("module", overflow="fold")
+    table.add_column("total", justify="right", no_wrap=True)
+    for name in columns:
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in shown:
+        name = row["module"] or "(the model itself)"
+        name += f"  ({row['count']} of them)" if row["count"] > 1 else ""
+        table.add_row(name, gib(row["bytes"]), *(gib(row[column]) if row.get(column) else "" for column in columns))
+    if rest:
+        table.add_row(f"{len(rest)} more", gib(sum(row["bytes"] for row in rest)), *[""] * len(columns))
+    console.print()
+    console.print(table)
+
+
+def _sentences(title: str, sentences: Iterable[str], console: Console) -> None:
+    sentences = list(sentences)
+    if sentences:
+        console.print()
+        console.print(Text.assemble((f"{title}: ", "bold"), "; ".join(sentences) + "."))

@@ -1,0 +1,44 @@
+"""The attention implementation: what the model is built with, and which kernel runs.
+
+What it changes: the `attn_implementation` of transformers and the choice among SDPA's kernels.
+Where each byte comes from: aten's attention operators with torch's own meta kernels (tracer/attention.py).
+Not modelled: flash3, flex.
+Sources: transformers integrations/flash_attention.py and modeling_flash_attention_utils.py for flash2.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from metapeak.tracer.errors import UnknownName
+
+if TYPE_CHECKING:
+    from metapeak.tracer.attention import AttentionChoice
+
+# Values of the option `attention` -> (attn_implementation of transformers, kernel that SDPA is forced to).
+ATTENTION: dict[str, tuple[str | None, str | None]] = {
+    "auto": (None, None),
+    "eager": ("eager", None),
+    "sdpa": ("sdpa", None),
+    "flash2": ("metapeak_flash_attention_2", None),
+    "efficient": ("sdpa", "efficient"),
+    "cudnn": ("sdpa", "cudnn"),
+    "math": ("sdpa", "math"),
+}
+
+
+def check_attention(name: str | None) -> None:
+    """Raise UnknownName for a value that the option `attention` does not have."""
+    if (name or "auto") not in ATTENTION:
+        raise UnknownName("attention implementation", name, ATTENTION)
+
+
+def attention_of(name: str | None, compute_capability: tuple[int, int]) -> tuple[str | None, AttentionChoice]:
+    """(attn_implementation for the model's config or None for its default, how SDPA chooses its kernel)."""
+    from metapeak.tracer.attention import AttentionChoice, AttentionKernel
+
+    check_attention(name)
+    implementation, forced = ATTENTION[name or "auto"]
+    return implementation, AttentionChoice(
+        compute_capability=compute_capability, forced=AttentionKernel(forced) if forced else None
+    )

@@ -1,0 +1,143 @@
+"""Simulation: the answer, as plain values. Knows no torch and no rendering."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from metapeak.tracer.gpus import MIB, Gpu
+from metapeak.tracer.liveness import Category, Instant, Liveness, LiveTensor, PhasePeak
+
+# The CUDA context of one process, until the device model knows it by GPU and driver. Source: reports of 256 to 657 MiB
+# by nvidia-smi on cards from RTX 3090 to A100-80GB with lazy module loading; rounded outwards.
+CONTEXT_BYTES_RANGE = (250 * MIB, 700 * MIB)
+
+
+class Verdict(enum.Enum):
+    """Whether the job fits a GPU."""
+
+    FITS = "fits"
+    BORDERLINE = "borderline"
+    DOES_NOT_FIT = "does-not-fit"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """A resolved option: its value and who set it (default, command line, config file:line, model config, call)."""
+
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSummary:
+    """The model that was traced. `parameters` counts elements, tied ones once."""
+
+    id: str
+    source: str
+    architecture: str
+    parameters: int
+    trainable_parameters: int
+    parameter_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class How:
+    """How the answer was made: versions, seconds by stage, and the sentences that a report has to print."""
+
+    torch: str
+    transformers: str
+    seconds: Mapping[str, float]
+    assumptions: tuple[str, ...]
+    not_modelled: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankResult:
+    """One distinct rank: how many ranks are like it, its coordinates in the layout, and its liveness."""
+
+    rank: int
+    count: int
+    coordinates: Mapping[str, int]
+    liveness: Liveness
+
+    @property
+    def peak_index(self) -> int:
+        return self.liveness.peak_index()
+
+    @property
+    def requested_bytes(self) -> int:
+        """Largest sum of live requested bytes."""
+        return int(self.liveness.live_bytes().max())
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Largest sum of live allocator blocks (512 bytes), what torch.cuda.max_memory_allocated() prints.
+
+        Not modelled yet: blocks of the large pool that are handed out up to 1 MiB too large.
+        """
+        return int(self.liveness.live_bytes(rounded=True).max())
+
+    @property
+    def peak_at(self) -> Instant:
+        return self.liveness.instant(self.peak_index)
+
+    @property
+    def breakdown(self) -> dict[Category, int]:
+        """Requested bytes by category at the peak; sums to requested_bytes."""
+        return self.liveness.breakdown(self.peak_index)
+
+    @property
+    def phases(self) -> list[PhasePeak]:
+        return self.liveness.phases()
+
+    @property
+    def steady_bytes(self) -> int:
+        """Traced bytes between steps, workspaces not counted."""
+        return self.liveness.steady_bytes()
+
+    def largest(self, count: int = 10) -> list[LiveTensor]:
+        return self.liveness.largest(self.peak_index, count)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """The verdict for one GPU. `headroom_bytes` is what stays free beside allocated memory (negative: missing)."""
+
+    gpu: Gpu
+    verdict: Verdict
+    headroom_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Simulation:
+    """What `simulate` returns: the model, every resolved option, how it was done, each distinct rank, the verdict."""
+
+    model: ModelSummary
+    options: Mapping[str, Option]
+    how: How
+    ranks: tuple[RankResult, ...]
+    fit: Fit | None = None
+    graph: Any = field(default=None, repr=False)
+
+    @property
+    def worst(self) -> RankResult:
+        """The rank that needs most."""
+        return max(self.ranks, key=lambda rank: rank.allocated_bytes)
+
+
+def verdict_for(gpu: Gpu, allocated_bytes: int) -> Fit:
+    """Whether allocated memory and a CUDA context fit what torch can use of the GPU.
+
+    Borderline: it fits with the smallest context seen and not with the largest. Fragmentation is not modelled yet.
+    """
+    headroom = gpu.usable_bytes - allocated_bytes
+    if headroom < CONTEXT_BYTES_RANGE[0]:
+        verdict = Verdict.DOES_NOT_FIT
+    elif headroom < CONTEXT_BYTES_RANGE[1]:
+        verdict = Verdict.BORDERLINE
+    else:
+        verdict = Verdict.FITS
+    return Fit(gpu=gpu, verdict=verdict, headroom_bytes=headroom)
