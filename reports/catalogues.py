@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from metapeak.reports.sizes import GIB, count
-from metapeak.tracer.gpus import Gpu
 from rich.console import Console
 from rich.table import Table
+
+from metapeak.reports.sizes import GIB, count
+from metapeak.tracer.gpus import Gpu
 
 
 def gpu_records(gpus: Iterable[Gpu]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ def gib(nbytes: int, *, signed: bool = False) -> str:
     """GiB (2**30 bytes) with enough digits to see it; exact zero is `0`.
 
     >>> gib(16381470720), gib(17039360), gib(0), gib(4096)
-    ('15.26', '0.016', '0', '3.8e-06')
+    ('15.26', '0.016', '0', '<0.001')
     """
     if nbytes == 0:
         return "0"
@@ -19,7 +19,7 @@ def gib(nbytes: int, *, signed: bool = False) -> str:
     elif abs(value) >= 0.0005:
         text = f"{value:.3f}"
     else:
-        text = f"{value:.1e}"
+        return "<0.001"
     return f"+{text}" if signed and value > 0 else text
 
 

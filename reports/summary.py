@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from metapeak.reports.data import CATEGORY_NAMES, module_rows
 from metapeak.reports.sizes import count, gib, size
 from metapeak.tracer.liveness import Category
 from metapeak.tracer.simulation import RankResult, Simulation, Verdict
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 _STYLES = {Verdict.FITS: "bold green", Verdict.BORDERLINE: "bold yellow", Verdict.DOES_NOT_FIT: "bold red"}
 _LABELS = {Verdict.FITS: "Fits", Verdict.BORDERLINE: "Borderline on", Verdict.DOES_NOT_FIT: "Does not fit"}
@@ -121,20 +122,19 @@ def _peak(rank: RankResult, console: Console) -> None:
     parts = [
         f"{CATEGORY_NAMES[category].replace('_', ' ')} {gib(nbytes)}"
         for category, nbytes in breakdown.items()
-        if nbytes or category in (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE, Category.ACTIVATION)
+        if nbytes or category <= Category.ACTIVATION
     ]
     console.print(Text("  " + "   ".join(parts)))
     console.print(
         Text(
-            f"  live {gib(rank.requested_bytes)} (traced) -> allocated {gib(rank.allocated_bytes)} (derived: blocks of 512 "
-            "bytes) -> reserved and device: not modelled yet"
+            f"  live {gib(rank.requested_bytes)} (traced) -> allocated {gib(rank.allocated_bytes)} "
+            "(derived: blocks of 512 bytes) -> reserved and device: not modelled yet"
         )
     )
 
 
 def _phases(rank: RankResult, console: Console) -> None:
-    phases = rank.phases
-    peak = max(phase.peak_bytes for phase in phases)
+    phases, at = rank.phases, rank.peak_at
     table = Table(title="Phases, GiB (traced storages)", title_justify="left", box=None, pad_edge=False)
     table.add_column("iteration", justify="right")
     table.add_column("phase")
@@ -147,7 +147,7 @@ def _phases(rank: RankResult, console: Console) -> None:
             phase.phase,
             gib(phase.peak_bytes),
             gib(phase.end_bytes),
-            "<- peak" if phase.peak_bytes == peak else "",
+            "<- peak" if (phase.iteration, phase.phase) == (at.iteration, at.phase) else "",
         )
     console.print()
     console.print(table)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
+
     from metapeak.tracer.liveness import Liveness
     from metapeak.tracer.models import ResolvedModel
     from metapeak.tracer.spec import StepSpec

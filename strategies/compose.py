@@ -53,6 +53,7 @@ def simulate(
     progress("importing torch and transformers")
     import torch
     import transformers
+
     from metapeak.tracer.attention import attention_choice, register_with_transformers
     from metapeak.tracer.batches import make_batch
     from metapeak.tracer.capture import record_training_step

@@ -1,6 +1,6 @@
 """The step graph and everything computed on it; knows no strategy and no report.
 
-    from metapeak.tracer import ModelSpec, StepSpec, resolve_model, build_model, record_training_step, StepGraph, Liveness
+    from metapeak.tracer import ModelSpec, StepSpec, resolve_model, build_model, record_training_step, Liveness
 
 Names that need torch are imported when they are first used, so that reading a saved trace needs none.
 """

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
 from metapeak.tracer import attention, phantom_ops  # noqa: F401  (they register their operators)
 from metapeak.tracer.errors import TraceError
 from metapeak.tracer.graph import LOAD, StepGraph, Symbol, Value
 from metapeak.tracer.liveness import Category, Phase
 from metapeak.tracer.phantom import PhantomMode, PhantomTensor, phantom_from_cpu, phantom_from_meta
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 _ALIVE = -1
 _current_autograd_node = torch._C._current_autograd_node
@@ -103,12 +104,13 @@ class Recorder:
         self._module_stack.clear()
         yield
 
-    def mark(self, tensor: torch.Tensor | None, category: Category) -> None:
-        """Say what the storage of a tensor is for, from its birth on."""
+    def mark(self, tensor: torch.Tensor | None, category: Category, parameter: PhantomTensor) -> None:
+        """Say what the storage of a tensor is for, from its birth on, and which parameter it serves."""
         if type(tensor) is PhantomTensor:
             row = tensor.untyped_storage().__dict__.get("row")
             if row is not None:
                 self._marked.setdefault(row, category)
+                self.graph.owner[row] = self.graph.owner[parameter.untyped_storage().row]
 
     def location(self) -> tuple[int, str]:
         """(index of the next operation, module running) for messages."""
@@ -159,6 +161,7 @@ class Recorder:
             graph.death.append(_ALIVE)
             graph.nbytes.append(storage.nbytes())
             graph.category.append(_ALIVE)
+            graph.owner.append(graph.module[node])
             graph.storage_value.append(value)
         dtype = tensor.dtype
         dtype_index = self._dtype_index.get(dtype)
@@ -386,10 +389,11 @@ def record_training_step(
     recorder = Recorder(model)
     _load(recorder, model, batch)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda parameter: recorder.mark(parameter.grad, Category.GRADIENT))
-        for parameter in trainable
-    ]
+
+    def mark_gradient(parameter: PhantomTensor) -> None:
+        recorder.mark(parameter.grad, Category.GRADIENT, parameter)
+
+    hooks = [parameter.register_post_accumulate_grad_hook(mark_gradient) for parameter in trainable]
     try:
         with recorder.recording():
             optimizer = make_optimizer(trainable) if make_optimizer and trainable else None
@@ -422,9 +426,9 @@ def _train(recorder, model, batch, optimizer, compute_loss, iterations, progress
                 continue
             progress(f"iteration {iteration}: optimizer")
             optimizer.step()
-            for state in optimizer.state.values():
+            for parameter, state in optimizer.state.items():
                 for tensor in state.values():
-                    recorder.mark(tensor, Category.OPTIMIZER_STATE)
+                    recorder.mark(tensor, Category.OPTIMIZER_STATE, parameter)
             optimizer.zero_grad(set_to_none=True)
     recorder.close()
 

@@ -1,7 +1,7 @@
 """The catalogue of GPUs: names that people use, and what torch can really use on each card.
 
-Source: catalogue/gpus.json, whose entries name theirs. Sizes of cards are what `torch.cuda.mem_get_info()` printed where
-that was seen, else the driver's total less what the CUDA context's carve-out takes on similar cards.
+Source: catalogue/gpus.json, whose entries name theirs. Usable memory is what `torch.cuda.mem_get_info()` printed where
+that was seen, else the driver's total less what torch misses of it on similar cards.
 """
 
 from __future__ import annotations

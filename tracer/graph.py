@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 from metapeak.tracer.liveness import Category, Liveness, Phase
 
 
@@ -44,7 +45,8 @@ class StepGraph:
     `args`, `kwargs`, `phase`, `iteration`, `module` and `source` (indices; -1 is none), `recompute`.
     Value rows: `value_node`, `value_output` (which result of that operation), `value_storage`, `value_dtype` (index),
     `value_shape`, `value_stride`, `value_offset` (elements).
-    Storage rows: `birth`, `death` (see liveness.py), `nbytes`, `category`, `storage_value` (the first value on it).
+    Storage rows: `birth`, `death` (see liveness.py), `nbytes`, `category`, `owner` (module index: who made it, or whose
+    parameter it serves), `storage_value` (the first value on it).
     """
 
     op_names: list[str] = field(default_factory=list)
@@ -74,6 +76,7 @@ class StepGraph:
     death: list[int] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
     category: list[int] = field(default_factory=list)
+    owner: list[int] = field(default_factory=list)
     storage_value: list[int] = field(default_factory=list)
 
     load_names: dict[int, str] = field(default_factory=dict)
@@ -91,7 +94,7 @@ class StepGraph:
             death=np.asarray(self.death, dtype=np.int32),
             nbytes=np.asarray(self.nbytes, dtype=np.int64),
             category=np.asarray(self.category, dtype=np.int8),
-            module=np.asarray(self.module, dtype=np.int32)[node],
+            module=np.asarray(self.owner, dtype=np.int32),
             source=np.asarray(self.source, dtype=np.int32)[node],
             dtype=np.asarray(self.value_dtype, dtype=np.int16)[first],
             shapes=[self.value_shape[value] for value in self.storage_value],

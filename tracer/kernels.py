@@ -6,6 +6,7 @@ So far the cuBLAS workspaces; every other kind is listed in NOT_MODELLED and pri
 from __future__ import annotations
 
 import numpy as np
+
 from metapeak.tracer.liveness import Category, Liveness, Phase
 
 # What a GPU does when the user names none.
@@ -24,8 +25,8 @@ _CUBLAS_OPS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.ad
 def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
     """Bytes of one cuBLAS workspace.
 
-    Source: aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: 4096 KiB x 8 on compute capability 9.0 and
-    10.0, 10.3, 12.0; elsewhere :4096:2:16:8, that is 2 x 4 MiB + 8 x 16 KiB.
+    Source: aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: 4096 KiB x 8 on compute capability 9.0
+    and 10.0, 10.3, 12.0; elsewhere :4096:2:16:8, that is 2 x 4 MiB + 8 x 16 KiB.
 
     >>> cublas_workspace_bytes((8, 0)), cublas_workspace_bytes((9, 0))
     (8519680, 33554432)

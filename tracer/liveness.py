@@ -95,10 +95,10 @@ class Liveness:
     """Storages (columns of one length) over operations (columns of another).
 
     Storage columns, each of shape [number of storages]: `birth` and `death` (operation indices), `nbytes` (requested),
-    `category` (Category), `module` and `source` (indices into the tables of names; source -1 is none), `dtype` (index).
-    `shapes` holds the shape of the first tensor on each storage.
-    Operation columns, each of shape [number of operations]: `op` (index), `op_phase` (Phase), `op_iteration` (0 is before
-    the first step), `op_module` (index), `op_recompute`.
+    `category` (Category), `module` (the owner) and `source` (indices into the tables of names; source -1 is none),
+    `dtype` (index). `shapes` holds the shape of the first tensor on each storage.
+    Operation columns, each of shape [number of operations]: `op` (index), `op_phase` (Phase), `op_iteration` (0 is
+    before the first step), `op_module` (index), `op_recompute`.
     """
 
     birth: np.ndarray

@@ -23,9 +23,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from metapeak.tracer.errors import TraceError
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from metapeak.tracer.errors import TraceError
 
 DEVICE_NAME = "phantom"
 KNOWN_VALUES_LIMIT = 1 << 20
@@ -134,6 +135,12 @@ class PhantomTensor(torch.Tensor):
             return _META if _Kernel.running else DEVICE
         raise TraceError("a tensor of the phantom GPU was used outside the traced step", op=str(func))
 
+    def tolist(self) -> list:
+        return self.cpu().tolist()
+
+    def numpy(self, *, force: bool = False):
+        return self.cpu().numpy(force=force)
+
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"PhantomTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -171,7 +178,7 @@ class _Operator:
         self.handler: Callable | None = HANDLERS.get(func) or HANDLERS.get(func.overloadpacket)
         self.is_view: bool = func.is_view
         self.mutates: bool = func._schema.is_mutable
-        # _foreach_add_ and the like: hundreds of tensors written in place, nothing returned, no shape that could change.
+        # _foreach_add_ and the like write hundreds of tensors in place and return nothing: no shape can change.
         self.updates_lists: bool = (
             self.mutates
             and not func._schema.returns
@@ -512,9 +519,9 @@ def _written(func, args, kwargs):
     return written
 
 
-# -- recipes: how to make an operator's outputs again for arguments of the same shapes ---------------------------------
-# A recipe is a tuple (shape, stride, dtype) of a new tensor, a _Same (that flat tensor argument), a list of recipes with
-# the container type in front, or a constant to return (None, a number).
+# -- recipes: how to make an operator's outputs again for arguments of the same shapes --------------------------------
+# A recipe is a tuple (shape, stride, dtype) of a new tensor, a _Same (that flat tensor argument), a list of recipes
+# with the container type in front, or a constant to return (None, a number).
 
 
 # Plain functions on purpose: a closure that calls itself is a reference cycle, which would keep the arguments alive.

@@ -52,7 +52,8 @@ class StepSpec(BatchSpec):
     """One training step: the batch, the optimizer, the attention kernel, and how many steps to trace.
 
     `attention` None is what the model's default implementation gets on the GPU; else `eager`, `sdpa`, or a kernel to
-    force (`flash2`, `efficient`, `cudnn`, `math`). Two iterations show creation of optimizer states and the steady step.
+    force (`flash2`, `efficient`, `cudnn`, `math`). Two iterations show the creation of optimizer states and the steady
+    step.
     """
 
     optimizer: OptimizerSpec = OptimizerSpec()
