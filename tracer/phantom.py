@@ -141,6 +141,9 @@ class PhantomTensor(torch.Tensor):
     def numpy(self, *, force: bool = False):
         return self.cpu().numpy(force=force)
 
+    def __format__(self, spec: str) -> str:
+        return self.item().__format__(spec) if self.dim() == 0 else object.__format__(self, spec)
+
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"PhantomTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
