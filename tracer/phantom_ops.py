@@ -1,4 +1,22 @@
-"""Operators that shapes alone do not answer: reads of values, sizes that depend on values, routing, attention."""
+"""Operators that shapes alone do not answer: reads of values, sizes that depend on values, choices such as routing.
+
+Three kinds of answers, in this order:
+
+known      the operator's inputs have known values (see phantom.py, Note [Known values]): the real result is computed.
+assumed    a convention stands for what only a real run computes, and the report prints it: Note [Balanced choices],
+           Note [Healthy numbers].
+refused    everything else that would decide a size or a branch: DataDependentError with the operator and its module.
+
+Note [Balanced choices]
+    topk, argmax, sort, multinomial and the like turn numbers that nobody knows into indices, on which sizes depend:
+    how many tokens an expert gets, how many keys a query keeps. Their integer results get values by a rule. Of E
+    candidates along the dimension, row i of the others chooses (i * k + j) mod E as its j-th of k: each candidate is
+    chosen equally often, to within one. So mixtures of experts are routed uniformly and everything computed from the
+    choices (one_hot, bincount, cumsum, where, index) is computed on real values. sort keeps the order it finds.
+
+Note [Healthy numbers]
+    Programs check for NaN and infinity; a run that is worth planning for has none. isnan and isinf are False everywhere.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +26,16 @@ from metapeak.tracer.phantom import DEVICE_NAME, PhantomTensor, _wrap, handles, 
 
 aten = torch.ops.aten
 
+BALANCED_CHOICES = (
+    "choices of the largest values (MoE routing with topk or argmax, sorting, sampling) fall on every candidate equally "
+    "often"
+)
+HEALTHY_NUMBERS = "no activation is NaN or infinite"
+SCALAR_READ = "a number read from the device (.item()) was answered with 1.0"
+
+
+# -- reads -------------------------------------------------------------------------------------------------------------
+
 
 @handles(aten._local_scalar_dense.default)
 def read_scalar(mode, func, args, kwargs):
@@ -15,9 +43,17 @@ def read_scalar(mode, func, args, kwargs):
     if values is not None:
         return values.item()
     if args[0].dtype.is_floating_point:
-        mode.assume("a number read from the device (.item()) was answered with 1.0")
+        mode.assume(SCALAR_READ)
         return 1.0
     mode.refuse(DataDependentError, func, f"the program reads a {args[0].dtype} value that only a real run computes")
+
+
+@handles(aten.equal.default)
+def equal(mode, func, args, kwargs):
+    left, right = (mode.values(tensor) for tensor in args)
+    if left is None or right is None:
+        mode.refuse(DataDependentError, func, "the program compares tensors whose values only a real run computes")
+    return torch.equal(left, right)
 
 
 @handles(aten._to_copy.default)
@@ -36,3 +72,251 @@ def to_copy(mode, func, args, kwargs):
     if values is None:
         mode.refuse(DataDependentError, func, f"the program copies values of shape {tuple(tensor.shape)} to the CPU")
     return values.to(dtype=kwargs.get("dtype") or values.dtype, copy=True)
+
+
+# -- sizes that depend on values ---------------------------------------------------------------------------------------
+
+
+@handles(
+    aten.nonzero,
+    aten.masked_select,
+    aten.bincount,
+    aten.repeat_interleave.Tensor,
+    aten._unique2,
+    aten.unique_dim,
+    aten.unique_consecutive,
+    aten.unique_dim_consecutive,
+)
+def size_from_values(mode, func, args, kwargs):
+    """Operators whose result has a size that depends on all their tensors, or on the mask alone (masked_select)."""
+    if func is aten.masked_select.default:
+        return _masked_select(mode, func, *args)
+    if kwargs.get("output_size") is not None:
+        return NotImplemented
+    values = [mode.values(item) if isinstance(item, torch.Tensor) else item for item in args]
+    for item, value in zip(args, values):
+        if isinstance(item, torch.Tensor) and value is None:
+            _refuse_size(mode, func, item)
+    return _phantoms(func(*values, **kwargs))
+
+
+def _masked_select(mode, func, tensor, mask):
+    mask_values, values = mode.values(mask), mode.values(tensor)
+    if mask_values is None:
+        _refuse_size(mode, func, mask)
+    if values is not None:
+        return phantom_from_cpu(torch.masked_select(values, mask_values))
+    count = int(torch.broadcast_to(mask_values, torch.broadcast_shapes(tensor.shape, mask.shape)).sum())
+    return _wrap(torch.empty(count, dtype=tensor.dtype, device="meta"))
+
+
+@handles(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index(mode, func, args, kwargs):
+    """tensor[indices]: boolean masks become the indices of their true elements, as the CUDA kernel turns them."""
+    tensor, indices = args
+    if not _has_mask(indices):
+        return NotImplemented
+    expanded = _indices_of_masks(mode, func, tensor, indices)
+    values, index_values = mode.values(tensor), _values_of_all(mode, indices)
+    output = _meta(func, (tensor, expanded), kwargs)
+    if values is not None and index_values is not None:
+        output.known = func(values, index_values)
+    return output
+
+
+@handles(aten.index_put_, aten._index_put_impl_, aten.index_put, aten._unsafe_index_put)
+def index_put(mode, func, args, kwargs):
+    """tensor[indices] = values. A mask with one value is a masked_fill on CUDA; otherwise it becomes indices."""
+    tensor, indices, written = args[:3]
+    if not _has_mask(indices):
+        return NotImplemented
+    in_place = func.overloadpacket not in _RETURN_A_COPY
+    cpu = [mode.values(tensor), _values_of_all(mode, indices), mode.values(written)]
+    all_known = all(value is not None for value in cpu)
+    one_index = sum(item is not None for item in indices) == 1
+    if one_index and written.numel() == 1 and not all_known and not _argument(func, args, kwargs, "accumulate"):
+        # canDispatchToMaskedFill in TensorAdvancedIndexing.cpp: no size depends on the mask.
+        outputs = tensor if in_place else _meta(aten.clone.default, (tensor,), {})
+    else:
+        outputs = _meta(func, (tensor, _indices_of_masks(mode, func, tensor, indices), written, *args[3:]), kwargs)
+    if all_known:
+        known = func(*cpu, *args[3:], **kwargs)
+        if not in_place:
+            outputs.known = known
+    elif in_place:
+        mode.forget(tensor)
+    return tensor if in_place else outputs
+
+
+_RETURN_A_COPY = (aten.index_put, aten._unsafe_index_put)
+
+
+def _has_mask(indices) -> bool:
+    return any(item is not None and item.dtype in (torch.bool, torch.uint8) for item in indices)
+
+
+def _values_of_all(mode, indices):
+    """The indices' values on the CPU, or None when one is not known."""
+    values = [None if item is None else mode.values(item) for item in indices]
+    return None if any(item is not None and value is None for item, value in zip(indices, values)) else values
+
+
+def _indices_of_masks(mode, func, tensor, indices) -> list[PhantomTensor | None]:
+    """`indices` into `tensor` with every mask of n dimensions replaced by n index tensors."""
+    expanded: list[PhantomTensor | None] = []
+    for item in indices:
+        if item is None or item.dtype not in (torch.bool, torch.uint8):
+            expanded.append(item)
+            continue
+        covered = tensor.shape[len(expanded) : len(expanded) + item.dim()]
+        if item.shape != covered:
+            raise IndexError(f"a mask of shape {tuple(item.shape)} indexes dimensions of sizes {tuple(covered)}")
+        values = mode.values(item)
+        if values is None:
+            _refuse_size(mode, func, item)
+        expanded.extend(phantom_from_cpu(column) for column in values.nonzero(as_tuple=True))
+    return expanded
+
+
+def _refuse_size(mode, func, tensor) -> None:
+    mode.refuse(
+        DataDependentError,
+        func,
+        f"the size of its result depends on {tensor.dtype} values of shape {tuple(tensor.shape)} that only a real run "
+        "computes",
+    )
+
+
+# -- Note [Balanced choices] -------------------------------------------------------------------------------------------
+
+
+def balanced(rows: int, choices: int, candidates: int) -> torch.Tensor:
+    """Indices of shape [rows, choices] below `candidates`, each of them equally often to within one.
+
+    >>> balanced(3, 2, 4).tolist()
+    [[0, 1], [2, 3], [0, 1]]
+    """
+    return (torch.arange(rows * choices) % max(candidates, 1)).view(rows, choices)
+
+
+def _choose(mode, outputs, position: int | None, candidates: int, dim: int, keepdim: bool = True) -> None:
+    """Give the integer output at `position` (None: the only one) balanced values along `dim`."""
+    indices = outputs if position is None else outputs[position]
+    if indices.numel() > CHOICES_LIMIT:
+        return
+    mode.assume(BALANCED_CHOICES)
+    if indices.dim() == 0 or not keepdim:
+        indices.known = balanced(indices.numel(), 1, candidates).view(indices.shape).clone()
+        return
+    others = list(indices.shape)
+    choices = others.pop(dim)
+    known = balanced(indices.numel() // max(choices, 1), choices, candidates).view(*others, choices)
+    indices.known = known.movedim(-1, dim).contiguous()
+
+
+CHOICES_LIMIT = 1 << 22
+
+
+def _unknown_input(mode, args) -> bool:
+    return mode.values(args[0]) is None
+
+
+@handles(aten.topk.default)
+def topk(mode, func, args, kwargs):
+    if not _unknown_input(mode, args):
+        return NotImplemented
+    outputs = _meta(func, args, kwargs)
+    dim = _argument(func, args, kwargs, "dim")
+    _choose(mode, outputs, 1, _size(args[0], dim), dim)
+    return outputs
+
+
+@handles(aten.sort.default, aten.sort.stable)
+def sort(mode, func, args, kwargs):
+    """The order stays as it is."""
+    if not _unknown_input(mode, args):
+        return NotImplemented
+    outputs = _meta(func, args, kwargs)
+    indices, dim = outputs[1], _argument(func, args, kwargs, "dim")
+    if indices.numel() <= CHOICES_LIMIT:
+        mode.assume(BALANCED_CHOICES)
+        order = torch.arange(_size(indices, dim))
+        known = order.view([-1 if axis == dim % max(indices.dim(), 1) else 1 for axis in range(indices.dim())])
+        indices.known = known.expand(indices.shape).contiguous()
+    return outputs
+
+
+@handles(aten.argmax.default, aten.argmin.default)
+def argmax(mode, func, args, kwargs):
+    if not _unknown_input(mode, args):
+        return NotImplemented
+    outputs = _meta(func, args, kwargs)
+    dim = _argument(func, args, kwargs, "dim")
+    _choose(mode, outputs, None, _size(args[0], dim) if dim is not None else args[0].numel(), dim or 0, keepdim=False)
+    return outputs
+
+
+@handles(aten.max.dim, aten.min.dim, aten.median.dim, aten.mode.default, aten.kthvalue.default)
+def largest_along(mode, func, args, kwargs):
+    if not _unknown_input(mode, args):
+        return NotImplemented
+    outputs = _meta(func, args, kwargs)
+    dim = _argument(func, args, kwargs, "dim")
+    _choose(mode, outputs, 1, _size(args[0], dim), dim, keepdim=False)
+    return outputs
+
+
+@handles(aten.multinomial.default)
+def multinomial(mode, func, args, kwargs):
+    outputs = _meta(func, args, kwargs)
+    _choose(mode, outputs, None, args[0].size(-1), -1)
+    return outputs
+
+
+def _size(tensor, dim: int) -> int:
+    return tensor.size(dim) if tensor.dim() else 1
+
+
+def _argument(func, args, kwargs, name: str):
+    """The value of an argument by name, or the schema's default."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
+    raise KeyError(name)
+
+
+# -- Note [Healthy numbers] --------------------------------------------------------------------------------------------
+
+
+@handles(aten.isnan.default, aten.isinf.default)
+def no_nan(mode, func, args, kwargs):
+    if not _unknown_input(mode, args):
+        return NotImplemented
+    output = _meta(func, args, kwargs)
+    mode.assume(HEALTHY_NUMBERS)
+    # One element stands for all: a write into it makes the values unknown, see phantom.py.
+    output.known = torch.zeros((), dtype=torch.bool).expand(output.shape)
+    return output
+
+
+# -- helpers -----------------------------------------------------------------------------------------------------------
+
+
+def _meta(func, args, kwargs):
+    """Results of the meta kernel as phantom tensors, without known values."""
+    return _map_wrap(run_meta_kernel(func, args, kwargs))
+
+
+def _map_wrap(value):
+    if isinstance(value, torch.Tensor):
+        return _wrap(value)
+    return type(value)(_map_wrap(item) for item in value) if type(value) in (list, tuple) else tuple(
+        _map_wrap(item) for item in value
+    )
+
+
+def _phantoms(value):
+    """CPU results as phantom tensors that know their values."""
+    if isinstance(value, torch.Tensor):
+        return phantom_from_cpu(value)
+    return tuple(_phantoms(item) for item in value)
