@@ -234,7 +234,9 @@ class Recorder:
         kind = type(argument)
         if kind is PhantomTensor:
             value = argument.produced
-            if value is None or argument.untyped_storage().__dict__.get("row") is None:
+            row = argument.untyped_storage().__dict__.get("row")
+            # The storage may have been changed under the tensor: `parameter.data = ...`, as module.to(dtype) does.
+            if value is None or row is None or self.graph.value_storage[value] != row:
                 value = self._first_seen(argument)
             return Value(value)
         if kind is int or kind is float or kind is bool or kind is str or argument is None:
@@ -259,6 +261,8 @@ class Recorder:
         self._append_value(node, 0, tensor)
         if row is None:
             self._marked[tensor.untyped_storage().row] = Category.BUFFER
+        elif getattr(tensor, "_is_param", False):
+            self._marked.setdefault(row, Category.PARAMETER)
         return tensor.produced
 
     # -- the end ---------------------------------------------------------------------------------------------------
