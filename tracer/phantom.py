@@ -11,7 +11,8 @@ happened. What is not a matter of shapes is answered in `phantom_ops.py`.
 Note [Known values]
     Token ids, masks, positions and everything computed from them alone are small, and programs branch on them
     (`mask.all()`, `position_ids.max()`). A PhantomTensor therefore may carry the real values of such a tensor in
-    `known`, a CPU tensor, as long as it stays below KNOWN_VALUES_LIMIT elements. Every operator whose tensor inputs
+    `known`, a CPU tensor, as long as it stays below KNOWN_VALUES_LIMIT elements (KNOWN_INTEGERS_LIMIT where it holds
+    no floating point numbers). Every operator whose tensor inputs
     are all known is computed for real as well. Known tensors of one storage share one CPU storage, so in-place
     operators and views stay right; an in-place write of unknown values makes the whole CPU storage unknown.
 
@@ -30,6 +31,8 @@ from metapeak.tracer.errors import TraceError
 
 DEVICE_NAME = "phantom"
 KNOWN_VALUES_LIMIT = 1 << 20
+# Integers and booleans decide sizes: one_hot of 8,192 tokens x 8 choices x 128 experts has 2**23 elements.
+KNOWN_INTEGERS_LIMIT = 1 << 24
 _META = torch.device("meta")
 _prim_device = torch.ops.prim.device.default
 
@@ -154,9 +157,13 @@ def phantom_from_meta(tensor: torch.Tensor, known: torch.Tensor | None = None) -
         return PhantomTensor(tensor.detach(), known=known)
 
 
+def small_enough_to_know(tensor: torch.Tensor) -> bool:
+    return tensor.numel() <= (KNOWN_VALUES_LIMIT if tensor.dtype.is_floating_point else KNOWN_INTEGERS_LIMIT)
+
+
 def phantom_from_cpu(tensor: torch.Tensor) -> PhantomTensor:
     """A phantom tensor with the shape, dtype and (if small enough) the values of a CPU tensor."""
-    known = tensor.detach() if tensor.numel() <= KNOWN_VALUES_LIMIT else None
+    known = tensor.detach() if small_enough_to_know(tensor) else None
     return PhantomTensor(torch.empty_like(tensor, device=_META), known=known)
 
 
@@ -351,7 +358,7 @@ class PhantomMode(TorchDispatchMode):
             return
         flat: list[PhantomTensor] = []
         _flatten_phantoms(outputs, flat)
-        if any(output.numel() > KNOWN_VALUES_LIMIT for output in flat):
+        if not all(small_enough_to_know(output) for output in flat):
             if operator.mutates:
                 for output in flat:
                     self.forget(output)
