@@ -85,14 +85,15 @@ def _cached_config(repository: str, revision: str | None) -> HubConfig | None:
 
 
 def _downloaded_config(repository: str, revision: str | None, looked: str, hint: str) -> HubConfig:
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_download, hf_hub_url
 
     endpoint, timeout = hub_endpoint(), _timeout_seconds()
     token = _token()
     try:
         # hf_hub_download retries for 25 seconds when nobody answers; one question first fails at once.
         url = hf_hub_url(repository, CONFIG_NAME, revision=revision, endpoint=endpoint)
-        get_hf_file_metadata(url, token=token or False, timeout=timeout, endpoint=endpoint)
+        if get_hf_file_metadata(url, token=token or False, timeout=timeout, endpoint=endpoint).commit_hash is None:
+            raise errors.FileMetadataError("the answer lacks the X-Repo-Commit header of a Hub; check HF_ENDPOINT")
         path = hf_hub_download(
             repository,
             CONFIG_NAME,
@@ -152,8 +153,10 @@ def _reason(error: Exception, repository: str, revision: str | None, endpoint: s
         return f"the Hub at {endpoint} refused the token; check HF_TOKEN." if has_token else f"{endpoint}: {sent}."
     if status is not None:
         return f"the Hub at {endpoint} answered with HTTP status {status}."
-    if isinstance(error, (OSError, errors.FileMetadataError)) and not isinstance(error, errors.LocalEntryNotFoundError):
-        return f"{type(error).__name__} while fetching from {endpoint}: {one_line(error)}."
+    if isinstance(error, errors.FileMetadataError):
+        return f"{endpoint} does not answer as a Hub does: {one_line(error)}."
+    if isinstance(error, OSError) and not isinstance(error, errors.LocalEntryNotFoundError):
+        return f"what the Hub sent cannot be stored ({type(error).__name__}: {one_line(error)})."
     return (
         f"the Hub at {endpoint} could not be reached ({type(error).__name__}: {one_line(error)}); check the network "
         "and HF_ENDPOINT, or set HF_HUB_OFFLINE=1 to work without it."

@@ -71,23 +71,24 @@ def explain_refusal(error: Exception, config: Mapping[str, Any], class_name: str
         return ModelConfigError(f"{where}: {class_name} needs a package that is not installed: {said}.")
     if isinstance(error, KeyError):
         said = f"nothing is known under {said}"
-    found = [text for text, numbers in _contradictions(config, error) if not all(str(n) in said for n in numbers)]
+    found = list(_contradictions(config, error, said))
     named = f" ({'; '.join(found)})" if found else ""
     return ModelConfigError(f"{where}: {class_name} cannot be built from this config: {said}{named}.")
 
 
-def _contradictions(config: Mapping[str, Any], error: Exception) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Fields that may be why a class refused, in words, with the values that they name."""
+def _contradictions(config: Mapping[str, Any], error: Exception, said: str) -> Iterator[str]:
+    """The fields of the file behind what a class said: classes use other names than the file does."""
+    about_division = "multiple" in said or "divisible" in said
     for path, part in _parts(config):
-        for hidden_name, heads_name in itertools.product(HIDDEN, HEADS):
+        for hidden_name, heads_name in itertools.product(HIDDEN, HEADS) if about_division else ():
             hidden, heads = part.get(hidden_name), part.get(heads_name)
             if _is_count(hidden) and _is_count(heads) and hidden % heads:
-                yield f"{path}{hidden_name} {hidden} is not a multiple of {heads_name} {heads}", (hidden, heads)
+                yield f"{path}{hidden_name} {hidden} is not a multiple of {heads_name} {heads}"
         padding, vocabulary = part.get("pad_token_id"), part.get("vocab_size")
-        if _is_count(padding) and _is_count(vocabulary) and padding >= vocabulary:
-            yield f"{path}pad_token_id {padding} is not below vocab_size {vocabulary}", (padding, vocabulary)
+        if "padding_idx" in said.lower() and _is_count(padding) and _is_count(vocabulary) and padding >= vocabulary:
+            yield f"{path}pad_token_id {padding} is not below vocab_size {vocabulary}"
         if isinstance(error, KeyError):
-            yield from ((f"{path}{name}", (None,)) for name, value in part.items() if (value,) == error.args)
+            yield from (f"{path}{name}" for name, value in part.items() if (value,) == error.args)
 
 
 def _parts(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:

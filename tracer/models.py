@@ -33,6 +33,7 @@ from metapeak.tracer.resolve import (
     LocatedModel,
     list_models,
     locate_model,
+    named_dtype,
     nearest_ids,
 )
 from metapeak.tracer.spec import ModelSpec
@@ -155,10 +156,10 @@ def build(resolved: ResolvedModel, *, dtype: str | None = None, attention: str |
         return _build_with_function(resolved, dtype)
     import torch
 
+    dtype, dtype_source = (dtype, "asked for") if dtype else _config_dtype(resolved)
     config = _make_config(resolved)
     check_heads_and_experts(config.to_dict(), resolved.id)
     _turn_off_cache(config)
-    dtype, dtype_source = (dtype, "asked for") if dtype else _config_dtype(resolved)
     module = _construct(resolved, config, getattr(torch, dtype), attention)
     notes = [_quantization_note(resolved, dtype), _untie_output_head(resolved, module)]
     _keep_in_float32(module, getattr(torch, dtype))
@@ -188,8 +189,9 @@ def _make_config(resolved: ResolvedModel) -> Any:
 
 
 def _remote_config(resolved: ResolvedModel) -> Any:
-    from metapeak.tracer.hub import hub_cache_folder
     from transformers import AutoConfig
+
+    from metapeak.tracer.hub import hub_cache_folder
 
     local = os.path.isdir(resolved.location)
     options = {} if local else {"revision": resolved.revision, "code_revision": resolved.revision}
@@ -212,24 +214,15 @@ def _turn_off_cache(config: Any) -> None:
 
 
 def _config_dtype(resolved: ResolvedModel) -> tuple[str, str]:
-    """The weights dtype that the config names (its own, then text_config's, then another part's), else float32."""
-    config = resolved.config_dict
-    parts = {"": config, "text_config.": config.get("text_config")}
-    parts |= {f"{name}.": value for name, value in config.items() if name.endswith("_config")}
-    for prefix, part in parts.items():
-        if not isinstance(part, Mapping) or prefix == "quantization_config.":
-            continue
-        for field in ("dtype", "torch_dtype"):
-            value = part.get(field)
-            name = value.removeprefix("torch.") if isinstance(value, str) else value
-            if name in WEIGHT_DTYPES:
-                return name, f"config {prefix}{field}"
-            if name is not None and name != "auto":
-                raise ModelConfigError(
-                    f"{resolved.id}: {prefix}{field} is {value!r}; weights can be {', '.join(WEIGHT_DTYPES)}. "
-                    "Give the weights dtype yourself."
-                )
-    return "float32", "default"
+    """The weights dtype that the config names and the field that does, else float32."""
+    name, field = named_dtype(resolved.config_dict)
+    if field is None:
+        return "float32", "default"
+    if name not in WEIGHT_DTYPES:
+        raise ModelConfigError(
+            f"{resolved.id}: {field} is {name!r}; weights can be {', '.join(WEIGHT_DTYPES)}. Give the weights dtype."
+        )
+    return name, f"config {field}"
 
 
 def _construct(resolved: ResolvedModel, config: Any, dtype: torch.dtype, attention: str | None) -> nn.Module:

@@ -51,12 +51,12 @@ class LocatedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CatalogueModel:
-    """One row of `metapeak models`. `params` counts what `build_model` builds, tied parameters once."""
+    """One row of `metapeak models`. `params` (tied ones once) and `dtype` are those of what `build_model` builds."""
 
     id: str
     architecture: str
     params: int
-    dtype: str | None
+    dtype: str
     gated: bool
     aliases: tuple[str, ...]
 
@@ -150,6 +150,23 @@ def _json_kind(value: object) -> str:
     return kinds.get(type(value), "number")
 
 
+def named_dtype(config: Mapping[str, Any]) -> tuple[Any, str | None]:
+    """The weights dtype in a config and the field that holds it: its own, else text_config's, else another part's.
+
+    (None, None) where no field names one.
+    """
+    parts = {"": config, "text_config.": config.get("text_config")}
+    parts |= {f"{name}.": value for name, value in config.items() if name.endswith("_config")}
+    for prefix, part in parts.items():
+        if not isinstance(part, Mapping) or prefix == "quantization_config.":
+            continue
+        for field in ("dtype", "torch_dtype"):
+            value = part.get(field)
+            if value is not None:
+                return value.removeprefix("torch.") if isinstance(value, str) else value, f"{prefix}{field}"
+    return None, None
+
+
 # -- ids ---------------------------------------------------------------------------------------------------------------
 
 
@@ -191,11 +208,10 @@ def _from_catalogue(name: str, row: Mapping[str, Any]) -> LocatedModel:
             f"The built-in config of {row['id']} is recalled, not copied: fields that its parameter count does not pin "
             "are unchecked."
         )
-    config = json.loads(_catalogue_text(f"configs/{row['file']}"))
     return LocatedModel(
         id=row["id"] if name.lower() == row["id"].lower() else name,
         source="catalogue",
-        config_dict=config,
+        config_dict=_catalogue_config(row),
         location=row["id"],
         catalogue_row=row,
         notes=tuple(notes),
@@ -230,7 +246,7 @@ def list_models() -> list[CatalogueModel]:
             id=row["id"],
             architecture=row["model_class"],
             params=row["params"] + _separate_head_params(row),
-            dtype=row.get("dtype"),
+            dtype=row["dtype"] or named_dtype(_catalogue_config(row))[0] or "float32",
             gated=bool(row.get("gated")),
             aliases=tuple(row.get("aliases", ())),
         )
@@ -243,12 +259,16 @@ def _separate_head_params(row: Mapping[str, Any]) -> int:
     """Parameters of an output head that the index counts as tied and from_pretrained keeps apart."""
     if not row["model_class"].lower().startswith(tuple(FORCED_TIES)):
         return 0
-    config = json.loads(_catalogue_text(f"configs/{row['file']}"))
+    config = _catalogue_config(row)
     return config["vocab_size"] * config["d_model"] if config.get("tie_word_embeddings") is False else 0
 
 
 def _catalogue_text(name: str) -> str:
     return resources.files("metapeak.tracer.catalogue").joinpath(name).read_text(encoding="utf-8")
+
+
+def _catalogue_config(row: Mapping[str, Any]) -> dict[str, Any]:
+    return json.loads(_catalogue_text(f"configs/{row['file']}"))
 
 
 @functools.cache
