@@ -65,7 +65,9 @@ def describe_step(simulation: Simulation, rank: RankResult) -> str:
     parts.append(f"{options.get('optimizer', 'adamw')} {options.get('implementation', 'foreach')}")
     lengths = [options.get(name) for name in ("seq_len", "target_len") if options.get(name)]
     batch = f"batch {options.get('batch_size', 1)}"
-    if lengths:
+    if options.get("batch_size", 1) is None:
+        batch = "its own batch"
+    elif lengths:
         batch += " x " + " + ".join(str(length) for length in lengths)
     elif options.get("image_size"):
         batch += f" x {options['image_size']} pixels"

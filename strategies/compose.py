@@ -55,9 +55,8 @@ def simulate(
     import transformers
 
     from metapeak.tracer.attention import attention_choice, register_with_transformers
-    from metapeak.tracer.batches import make_batch
-    from metapeak.tracer.capture import record_training_step
-    from metapeak.tracer.models import build_model, resolve_model
+    from metapeak.tracer.capture import default_loss, record_training_step
+    from metapeak.tracer.models import build, resolve_model
 
     seconds["import"] = time.perf_counter() - started
 
@@ -69,18 +68,23 @@ def simulate(
     capability = compute_capability_of(gpu)
     implementation, choice = attention_of(step.attention, capability)
     register_with_transformers()
-    module = build_model(resolved, dtype=spec.dtype, attention=implementation)
+    built = build(resolved, dtype=spec.dtype, attention=implementation)
     # Strategies change the real module before anything is recorded, in the order in which they were given.
     for strategy in strategies:
-        strategy.prepare(module)
-    batch = make_batch(module, resolved.task, step)
-    summary = _summary(resolved, module)
+        strategy.prepare(built.module)
+    tensors, batch_notes = _batch(built, resolved, step)
+    summary = _summary(resolved, built.module)
     seconds["build"] = time.perf_counter() - started
 
     started = time.perf_counter()
     with attention_choice(choice):
         graph, answered = record_training_step(
-            module, batch.tensors, optimizer_maker(step.optimizer), iterations=step.iterations, progress=progress
+            built.module,
+            tensors,
+            optimizer_maker(step.optimizer),
+            compute_loss=built.compute_loss or default_loss,
+            iterations=step.iterations,
+            progress=progress,
         )
     seconds["trace"] = time.perf_counter() - started
 
@@ -94,13 +98,13 @@ def simulate(
     rank = RankResult(rank=0, count=1, coordinates={}, liveness=liveness)
     seconds["liveness"] = time.perf_counter() - started
 
-    assumptions = [*resolved.notes, *batch.notes, *answered]
+    assumptions = [*resolved.notes, *built.notes, *batch_notes, *answered]
     assumptions += [sentence for strategy in strategies for sentence in strategy.assumptions()]
     if gpu is None or gpu.compute_capability is None:
         assumptions.append("kernels and cuBLAS workspaces as on an NVIDIA GPU of compute capability 8.0 (no GPU named)")
     return Simulation(
         model=summary,
-        options={**(options or {}), **_resolved_options(module, batch, options or {})},
+        options={**(options or {}), **_resolved_options(built, tensors, options or {})},
         how=How(
             torch=torch.__version__,
             transformers=transformers.__version__,
@@ -150,7 +154,24 @@ def _summary(resolved, module) -> ModelSummary:
     )
 
 
-def _resolved_options(module, batch, given: Mapping[str, Option]) -> dict[str, Option]:
+def _batch(built, resolved, step: StepSpec) -> tuple[Any, tuple[str, ...]]:
+    """(tensors, notes): the user's own batch where the function gave one, else a full batch for the task."""
+    if built.batch is not None:
+        return built.batch, ("the batch is the one that the function returned; batch_size and lengths are not used",)
+    if getattr(built.module, "config", None) is None:
+        raise InputError(
+            f"{resolved.id} returned a module without a transformers config, so its inputs are not known. "
+            "Return (module, batch) or (module, batch, loss function)."
+        )
+    if resolved.task is None:
+        raise InputError(f"{resolved.id}: its task is not known. Give --task, or return (module, batch).")
+    from metapeak.tracer.batches import make_batch
+
+    batch = make_batch(built.module, resolved.task, step)
+    return batch.tensors, batch.notes
+
+
+def _resolved_options(built, tensors, given: Mapping[str, Option]) -> dict[str, Option]:
     """Options whose value only the model knows: its dtype, the lengths that its batch got, its attention."""
     resolved: dict[str, Option] = {}
 
@@ -158,18 +179,21 @@ def _resolved_options(module, batch, given: Mapping[str, Option]) -> dict[str, O
         if value is not None and (name not in given or given[name].value is None):
             resolved[name] = Option(value=value, origin=origin)
 
-    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in module.parameters()})
-    fill("weights_dtype", ", ".join(dtypes), "model config")
-    config = getattr(module, "config", None)
-    fill("attention", getattr(config, "_attn_implementation", None), "model config")
-    for name, value in batch_sizes(batch.tensors).items():
+    fill("weights_dtype", built.dtype, built.dtype_source)
+    if built.batch is not None:
+        resolved["batch_size"] = Option(value=None, origin="the function's own batch")
+    config = getattr(built.module, "config", None)
+    fill("attention", getattr(config, "_attn_implementation", None), "model class")
+    for name, value in batch_sizes(tensors).items():
         fill(name, value, "default")
     return resolved
 
 
-def batch_sizes(tensors: Mapping[str, Any]) -> dict[str, int]:
+def batch_sizes(tensors: Any) -> dict[str, int]:
     """The lengths of a batch under their option names: tokens, decoder tokens, pixels a side."""
-    sizes = {}
+    sizes: dict[str, int] = {}
+    if not isinstance(tensors, Mapping):
+        return sizes
     for name, option in (("input_ids", "seq_len"), ("decoder_input_ids", "target_len"), ("pixel_values", "image_size")):
         if name in tensors:
             sizes[option] = int(tensors[name].shape[-1])

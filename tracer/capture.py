@@ -19,7 +19,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from metapeak.tracer import attention, phantom_ops  # noqa: F401  (they register their operators)
-from metapeak.tracer.errors import TraceError
+from metapeak.tracer.errors import InputError, MetapeakError, TraceError
 from metapeak.tracer.graph import LOAD, StepGraph, Symbol, Value
 from metapeak.tracer.liveness import Category, Phase
 from metapeak.tracer.phantom import PhantomMode, PhantomTensor, phantom_from_cpu, phantom_from_meta
@@ -27,7 +27,12 @@ from metapeak.tracer.phantom import PhantomMode, PhantomTensor, phantom_from_cpu
 _ALIVE = -1
 _current_autograd_node = torch._C._current_autograd_node
 _next_sequence_number = torch._C._autograd._get_sequence_nr
-_NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_OURS = os.path.dirname(os.path.dirname(__file__))
+_NOT_USER_CODE = (
+    os.path.dirname(torch.__file__) + os.sep,
+    *(os.path.join(_OURS, package) + os.sep for package in ("tracer", "strategies", "reports")),
+    "<",
+)
 
 
 class _StorageRef(weakref.ref):
@@ -217,7 +222,7 @@ class Recorder:
                 return -1
             known = is_user_code.get(code)
             if known is None:
-                known = is_user_code[code] = not code.co_filename.startswith((*_NOT_USER_CODE, "<"))
+                known = is_user_code[code] = not code.co_filename.startswith(_NOT_USER_CODE)
             if known:
                 key = (code, frame.f_lineno)
                 index = self._source_index.get(key)
@@ -364,20 +369,33 @@ def batch_to_phantom(batch: Any) -> Any:
     return batch
 
 
-def default_loss(model: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-    """`model(**batch).loss`: the other outputs die here, as in the Hugging Face Trainer."""
-    loss = model(**batch).loss
-    if loss is None:
-        raise TraceError("the model returned no loss for this batch")
+def default_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """`model(**batch).loss`: the other outputs die here, as in the Hugging Face Trainer.
+
+    A batch that is a tuple or a tensor is passed by position; a model may return the loss itself, a scalar.
+    Raises InputError when there is no loss to be found.
+    """
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, (list, tuple)) else model(batch)
+    loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, (Mapping, list, tuple)) and len(output):
+        loss = output.get("loss") if isinstance(output, Mapping) else output[0]
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        raise InputError(
+            f"{type(model).__name__} returned no loss for this batch (it returned {type(output).__name__}). "
+            "Return (module, batch, loss function) from a function of yours: `file.py:function`."
+        )
     return loss
 
 
 def record_training_step(
     model: torch.nn.Module,
-    batch: Mapping[str, Any],
+    batch: Any,
     make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None,
     *,
-    compute_loss: Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor] = default_loss,
+    compute_loss: Callable[[torch.nn.Module, Any], torch.Tensor] = default_loss,
     iterations: int = 2,
     progress: Callable[[str], None] = lambda what: None,
 ) -> tuple[StepGraph, dict[str, int]]:
@@ -402,7 +420,7 @@ def record_training_step(
         with recorder.recording():
             optimizer = make_optimizer(trainable) if make_optimizer and trainable else None
             _train(recorder, model, batch, optimizer, compute_loss, iterations, progress)
-    except TraceError:
+    except MetapeakError:
         raise
     except Exception as error:
         op, (op_index, module) = None, recorder.location()
