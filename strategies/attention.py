@@ -20,7 +20,7 @@ ATTENTION: dict[str, tuple[str | None, str | None]] = {
     "auto": (None, None),
     "eager": ("eager", None),
     "sdpa": ("sdpa", None),
-    "flash2": ("metapeak_flash_attention_2", None),
+    "flash2": ("flash_attention_2", None),
     "efficient": ("sdpa", "efficient"),
     "cudnn": ("sdpa", "cudnn"),
     "math": ("sdpa", "math"),

@@ -54,8 +54,9 @@ def simulate(
     import torch
     import transformers
 
-    from metapeak.tracer.attention import attention_choice, register_with_transformers
+    from metapeak.tracer.attention import attention_choice
     from metapeak.tracer.capture import default_loss, record_training_step
+    from metapeak.tracer.flash_attention import flash_attention_2_available
     from metapeak.tracer.models import build, resolve_model
 
     seconds["import"] = time.perf_counter() - started
@@ -67,8 +68,8 @@ def simulate(
         strategy.check(resolved, step)
     capability = compute_capability_of(gpu)
     implementation, choice = attention_of(step.attention, capability)
-    register_with_transformers()
-    built = build(resolved, dtype=spec.dtype, attention=implementation)
+    with flash_attention_2_available():
+        built = build(resolved, dtype=spec.dtype, attention=implementation)
     # Strategies change the real module before anything is recorded, in the order in which they were given.
     for strategy in strategies:
         strategy.prepare(built.module)
@@ -77,7 +78,7 @@ def simulate(
     seconds["build"] = time.perf_counter() - started
 
     started = time.perf_counter()
-    with attention_choice(choice):
+    with attention_choice(choice), flash_attention_2_available():
         graph, answered = record_training_step(
             built.module,
             tensors,

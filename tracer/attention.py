@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+
 from metapeak.tracer.errors import InputError
 
 aten = torch.ops.aten
@@ -144,7 +145,7 @@ def scaled_dot_product_attention(
         )[0]
     if kernel is AttentionKernel.FLASH:
         head_dim = query.size(-1)
-        padded = [_pad_last_dim(tensor, 8) for tensor in (query, key, value)]
+        padded = [pad_last_dim(tensor, 8) for tensor in (query, key, value)]
         scale = 1 / math.sqrt(head_dim) if scale is None else scale
         output = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
         return output[..., :head_dim] if output.size(-1) != head_dim else output
@@ -160,7 +161,8 @@ def scaled_dot_product_attention(
     )[0]
 
 
-def _pad_last_dim(tensor, alignment: int):
+def pad_last_dim(tensor, alignment: int):
+    """The tensor with its last dimension zero-padded to a multiple of `alignment`, a copy unless it is one already."""
     rest = tensor.size(-1) % alignment
     return torch.nn.functional.pad(tensor, [0, alignment - rest]) if rest else tensor
 
@@ -169,58 +171,9 @@ def _preprocess_mask(mask, query, key):
     """The memory-efficient kernel reads rows of 16 elements: pad (a copy), slice, expand over batch and heads."""
     length = mask.size(-1)
     if length % 16:
-        mask = _pad_last_dim(mask, 16)[..., :length]
+        mask = pad_last_dim(mask, 16)[..., :length]
     return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
 
 
 _library = torch.library.Library("aten", "IMPL")
 _library.impl("scaled_dot_product_attention", scaled_dot_product_attention, "AutogradPrivateUse1")
-
-
-# -- flash attention as the flash_attn package runs it ----------------------------------------------------------------
-
-FLASH2_IMPLEMENTATION = "metapeak_flash_attention_2"
-
-
-def flash_attention_2_forward(
-    module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **kwargs
-):
-    """transformers' flash_attention_2 on the phantom GPU, for full batches.
-
-    Shapes: query [batch, heads, length, head size], key and value with their own number of heads (the kernel takes
-    grouped heads without repeating them). Returns ([batch, length, heads, value head size], None).
-    Source: transformers integrations/flash_attention.py; the saved tensors are those of FlashAttnFunc of flash_attn
-    (q, k, v, out, log-sum-exp, rng state), which aten's own operator saves too.
-    """
-    if attention_mask is not None:
-        raise InputError("flash attention 2 was given a padding mask: metapeak traces full batches only.")
-    head_dim, value_head_dim = query.size(-1), value.size(-1)
-    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    if value_head_dim != head_dim:
-        value = torch.nn.functional.pad(value, [0, head_dim - value_head_dim])
-    if query.dtype == torch.float32:
-        raise InputError("flash attention 2 takes fp16 and bf16, not fp32. Use another dtype or attention.")
-    padded = [_pad_last_dim(tensor, 8) for tensor in (query, key, value)]
-    output = aten._flash_attention_forward(
-        *padded,
-        None,
-        None,
-        query.size(1),
-        key.size(1),
-        dropout,
-        module.is_causal if is_causal is None else is_causal,
-        False,
-        scale=scaling if scaling is not None else 1 / math.sqrt(head_dim),
-    )[0]
-    if output.size(-1) != value_head_dim:
-        output = output[..., :value_head_dim]
-    return output, None
-
-
-def register_with_transformers() -> None:
-    """Make `attn_implementation=FLASH2_IMPLEMENTATION` known: our forward, transformers' own flash mask (none)."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import flash_attention_mask
-
-    AttentionInterface.register(FLASH2_IMPLEMENTATION, flash_attention_2_forward)
-    AttentionMaskInterface.register(FLASH2_IMPLEMENTATION, flash_attention_mask)

@@ -156,12 +156,14 @@ def build(resolved: ResolvedModel, *, dtype: str | None = None, attention: str |
         return _build_with_function(resolved, dtype)
     import torch
 
+    from metapeak.tracer.prepare import prepare_config
+
     dtype, dtype_source = (dtype, "asked for") if dtype else _config_dtype(resolved)
     config = _make_config(resolved)
     check_heads_and_experts(config.to_dict(), resolved.id)
-    _turn_off_cache(config)
+    prepared = prepare_config(config)
     module = _construct(resolved, config, getattr(torch, dtype), attention)
-    notes = [_quantization_note(resolved, dtype), _untie_output_head(resolved, module)]
+    notes = [*prepared, _quantization_note(resolved, dtype), _untie_output_head(resolved, module)]
     _keep_in_float32(module, getattr(torch, dtype))
     _move_to_meta(module)
     return BuiltModel(
@@ -202,15 +204,6 @@ def _remote_config(resolved: ResolvedModel) -> Any:
     except Exception as error:
         name = resolved.config_dict["auto_map"]["AutoConfig"]
         raise explain_refusal(error, resolved.config_dict, name, resolved.id) from error
-
-
-def _turn_off_cache(config: Any) -> None:
-    """use_cache=False in a config and all its sub-configs, as in training."""
-    config.use_cache = False
-    for name in getattr(config, "sub_configs", ()):
-        part = getattr(config, name, None)
-        if part is not None:
-            _turn_off_cache(part)
 
 
 def _config_dtype(resolved: ResolvedModel) -> tuple[str, str]:
@@ -351,6 +344,8 @@ def _build_with_function(resolved: ResolvedModel, dtype: str | None) -> BuiltMod
     """
     import torch
 
+    from metapeak.tracer.prepare import prepare_config
+
     try:
         with torch.device("meta"):
             result = resolved.factory()
@@ -371,8 +366,8 @@ def _build_with_function(resolved: ResolvedModel, dtype: str | None) -> BuiltMod
         )
     notes = ()
     if getattr(getattr(module, "config", None), "use_cache", False):
-        _turn_off_cache(module.config)
-        notes = (f"use_cache was on in the config of {resolved.id}'s module; it is off in training.",)
+        prepared = prepare_config(module.config)
+        notes = (f"use_cache was on in the config of {resolved.id}'s module; it is off in training", *prepared)
     _move_to_meta(module)
     if dtype is not None:
         module = module.to(getattr(torch, dtype))

@@ -17,8 +17,7 @@ def prepare_config(config: PretrainedConfig) -> tuple[str, ...]:
     """
     notes = []
     for part in nested_configs(config):
-        if getattr(part, "use_cache", None):
-            part.use_cache = False
+        part.use_cache = False
         for name in _LAYERDROP:
             if getattr(part, name, None):
                 setattr(part, name, 0.0)
