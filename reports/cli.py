@@ -40,6 +40,8 @@ class Estimate:
         from metapeak.strategies import simulate
         from metapeak.tracer.simulation import Verdict
 
+        # Remarks of transformers on a config (token ids, loss types) are for those who run the model.
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         options = resolve_options(arguments)
         gpu = gpu_of(options)
         if arguments.require_fit and gpu is None:
@@ -124,7 +126,7 @@ def make_console():
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="metapeak", description=__doc__.splitlines()[0] and _DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="metapeak", description=_DESCRIPTION)
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:

@@ -1,0 +1,30 @@
+"""Predictions against published measurements on real GPUs."""
+
+import pytest
+
+from metapeak.strategies import CheckpointEveryBlock, simulate
+from metapeak.tracer import ModelSpec, StepSpec
+from metapeak.tracer.gpus import find_gpu
+
+# foundation-model-stack/fms-acceleration, scripts/benchmarks/refs/a100_80gb.csv: full fine-tune of Mistral-7B-v0.1 on
+# one A100, bf16 weights, no autocast, batch 4 x 4096, checkpointing, flash attention 2, foreach AdamW.
+MISTRAL_MAX_ALLOCATED = 72_434_837_504
+MISTRAL_STEADY_ALLOCATED = 43_467_876_352
+CUBLAS_WORKSPACES = 17_039_360  # two of 8,519,680 bytes, counted in both
+
+
+@pytest.mark.parametrize("attention", ["flash2", None], ids=["flash_attention_2", "what CUDA chooses"])
+def test_mistral_full_fine_tune_on_a100(attention):
+    result = simulate(
+        ModelSpec(reference="mistralai/Mistral-7B-v0.1", dtype="bfloat16"),
+        StepSpec(batch_size=4, seq_len=4096, attention=attention),
+        [CheckpointEveryBlock()],
+        gpu=find_gpu("a100-80gb"),
+    )
+    (rank,) = result.ranks
+    traced_peak = max(phase.peak_bytes for phase in rank.phases)
+    assert traced_peak == pytest.approx(MISTRAL_MAX_ALLOCATED, rel=0.002)
+    assert rank.requested_bytes - traced_peak == CUBLAS_WORKSPACES
+    assert rank.allocated_bytes == pytest.approx(MISTRAL_MAX_ALLOCATED, rel=0.001)
+    assert rank.steady_bytes + CUBLAS_WORKSPACES == pytest.approx(MISTRAL_STEADY_ALLOCATED, rel=0.001)
+    assert rank.peak_at.op == "aten._foreach_sqrt.default"
