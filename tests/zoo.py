@@ -20,7 +20,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import re
 import resource
 import signal
 import sys
@@ -32,12 +31,13 @@ from pathlib import Path
 
 import torch
 import transformers
+from transformers.models.auto import modeling_auto
+
 from metapeak.tracer.batches import exact_length, make_batch
 from metapeak.tracer.capture import record_training_step
 from metapeak.tracer.errors import InputError, TraceError
-from metapeak.tracer.prepare import prepare_config
+from metapeak.tracer.prepare import nested_configs, prepare_config
 from metapeak.tracer.spec import BatchSpec
-from transformers.models.auto import modeling_auto
 
 MAPS = {
     "causal-lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -70,6 +70,9 @@ class Outcome:
     outcome: str
     reason: str = ""
     stage: str = ""
+    place: str = ""
+    proof: str = ""
+    note: str = ""
     detail: str = ""
     seconds: float = 0.0
     operations: int = 0
@@ -79,14 +82,34 @@ class Outcome:
 # -- in the child ------------------------------------------------------------------------------------------------------
 
 
-def build(model_type: str, class_name: str):
-    """The model from its default config, on meta, bf16."""
+def build(model_type: str, class_name: str, *, dtype=torch.bfloat16, device: str = "meta", layers: int | None = None):
+    """The model from its default config; `layers` cuts every stack to at most that many."""
     config = transformers.CONFIG_MAPPING[model_type]()
-    prepare_config(config)
     model_class = getattr(transformers, class_name)
-    with torch.device("meta"):
-        model = model_class._from_config(config, dtype=torch.bfloat16)
+    if model_class.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()  # as AutoModel does
+    prepare_config(config)
+    if layers is not None:
+        cut_layers(config, layers)
+    with torch.device(device):
+        model = model_class._from_config(config, dtype=dtype)
     return model.train()
+
+
+LAYER_FIELDS = (
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers",
+    "num_encoder_layers", "num_sparse_encoder_layers", "num_sparse_decoder_layers", "num_blocks", "num_experts",
+)  # fmt: skip
+
+
+def cut_layers(config, layers: int) -> None:
+    for part in nested_configs(config):
+        for name in LAYER_FIELDS:
+            if isinstance(vars(part).get(name), int):
+                setattr(part, name, min(layers, getattr(part, name)))
+        for name in ("layer_types", "mlp_layer_types"):
+            if isinstance(vars(part).get(name), list):
+                setattr(part, name, getattr(part, name)[:layers])
 
 
 def batch_of(model, task: str):
@@ -97,11 +120,22 @@ def batch_of(model, task: str):
 
 
 def trace(task: str, model_type: str, class_name: str) -> Outcome:
-    """Build and record; exceptions are told apart by where they come from."""
+    """Build and record in bf16, in float32 where the class takes no bf16; exceptions are told apart by their origin."""
+    outcome = record(task, model_type, class_name, torch.bfloat16)
+    if outcome.outcome == "failed" and "BFloat16" in outcome.reason + outcome.reason.replace(
+        "torch.bfloat16", "BFloat16"
+    ):
+        in_bf16 = outcome.reason
+        outcome = record(task, model_type, class_name, torch.float32)
+        outcome.note = f"float32, for in bf16: {in_bf16}"
+    return outcome
+
+
+def record(task: str, model_type: str, class_name: str, dtype: torch.dtype) -> Outcome:
     outcome = Outcome(task=task, model_type=model_type, class_name=class_name, outcome="passed")
     stage = "construction"
     try:
-        model = build(model_type, class_name)
+        model = build(model_type, class_name, dtype=dtype)
         stage = "batch"
         batch = batch_of(model, task)
         stage = "step"
@@ -115,9 +149,19 @@ def trace(task: str, model_type: str, class_name: str) -> Outcome:
     except Exception as error:
         expected = isinstance(error, InputError) or (isinstance(error, TraceError) and error.__cause__ is None)
         outcome.outcome = "refused" if expected else "failed"
-        outcome.stage, outcome.reason = stage, message_of(error)
+        outcome.stage, outcome.reason, outcome.place = stage, message_of(error), place_of(error)
         outcome.detail = "".join(traceback.format_exception(error))[-6000:]
+        if stage == "batch" and "no loss" in outcome.reason:
+            outcome.outcome, outcome.proof = "cannot run anywhere", "its forward takes no labels"
     return outcome
+
+
+def place_of(error: BaseException) -> str:
+    """Type of an exception and the innermost line of transformers that raised it."""
+    error = error.__cause__ if isinstance(error, TraceError) and error.__cause__ is not None else error
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/transformers/" in frame.filename]
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__} at {where}"
 
 
 def message_of(error: Exception) -> str:
@@ -126,18 +170,20 @@ def message_of(error: Exception) -> str:
     return name + " ".join(str(cause).split())[:500]
 
 
-def plain_run(task: str, model_type: str, class_name: str, stage: str) -> str:
-    """The reason why the class fails without metapeak on plain meta tensors, or '' when it runs."""
-    try:
-        model = build(model_type, class_name)
-        if stage == "construction":
-            return ""
-        batch = {name: tensor.to("meta") for name, tensor in batch_of(model, task).tensors.items()}
-        model.to("meta")
-        model(**batch).loss.backward()
-    except Exception as error:
-        return message_of(error)
-    return ""
+def plain_run(task: str, model_type: str, class_name: str, stage: str) -> list[tuple[str, str, str]]:
+    """(how, place, message) of the ways in which the class fails without metapeak: on meta, on the CPU with 2 layers."""
+    failures = []
+    ways = [("plain meta", {"device": "meta"}), ("plain CPU, 2 layers", {"device": "cpu", "layers": 2})]
+    for how, options in ways:
+        try:
+            model = build(model_type, class_name, **options)
+            if stage != "construction":
+                batch = batch_of(model, task).tensors
+                model.to(options["device"])
+                model(**{name: tensor.to(options["device"]) for name, tensor in batch.items()}).loss.backward()
+        except Exception as error:
+            failures.append((how, place_of(error), message_of(error)))
+    return failures
 
 
 def child(job, stage: str | None, connection) -> None:
@@ -156,7 +202,7 @@ def child(job, stage: str | None, connection) -> None:
 
 
 def warm_up() -> None:
-    """Import once, before any fork, what a first trace imports. No backward: autograd's threads do not survive a fork."""
+    """Import once, before any fork, what a trace imports. No backward: autograd's threads do not survive a fork."""
 
     def forward_only(model, batch):
         model(**batch)
@@ -216,9 +262,13 @@ def jobs_of(maps: list[str], only: set[str]):
                     yield task, model_type, class_name
 
 
-def normal(message: str) -> str:
-    """A message without what differs between devices."""
-    return re.sub(r"(meta|cpu|phantom(:0)?|0x[0-9a-f]+)", "DEVICE", message)[:160]
+def settle(outcome: Outcome, failures: list[tuple[str, str, str]]) -> None:
+    """A class that fails by itself in the same place cannot run anywhere. Meta's own limits prove nothing."""
+    for how, place, message in failures:
+        outcome.detail = f"{how}: {place}: {message}\n{outcome.detail}"
+        limits = "meta" in message or "NotImplementedError" in place or place.startswith(("TraceError", "InputError"))
+        if place == outcome.place and (how != "plain meta" or not limits) and outcome.outcome == "failed":
+            outcome.outcome, outcome.proof = "cannot run anywhere", how
 
 
 def main() -> None:
@@ -242,13 +292,9 @@ def main() -> None:
             )
         outcomes[job] = answer
         print(f"{answer.outcome:8} {answer.seconds:6.1f} s {job[0]} {job[1]} {answer.reason[:150]}", flush=True)
-    doubtful = [(job, outcomes[job].stage) for job in jobs if outcomes[job].outcome != "passed"]
-    for job, answer in run_jobs(doubtful, options.jobs, options.timeout):
-        outcome = outcomes[job]
-        if answer and normal(answer) == normal(outcome.reason):
-            outcome.outcome = "cannot run anywhere"
-        elif answer:
-            outcome.detail = f"plain meta: {answer}\n{outcome.detail}"
+    doubtful = [(job, outcomes[job].stage) for job in jobs if outcomes[job].outcome in ("refused", "failed")]
+    for job, failures in run_jobs(doubtful, options.jobs, options.timeout):
+        settle(outcomes[job], [] if isinstance(failures, str) else failures)
     results = [outcomes[job] for job in jobs]
     if options.json:
         options.json.write_text(json.dumps([asdict(outcome) for outcome in results], indent=1))
@@ -272,7 +318,8 @@ def markdown(results: list[Outcome]) -> str:
     lines += ["", "| map | model | outcome | stage | reason |", "|---|---|---|---|---|"]
     for outcome in results:
         if outcome.outcome != "passed":
-            reason = outcome.reason.replace("|", "\\|")[:260]
+            proof = f" (proof: {outcome.proof})" if outcome.proof else ""
+            reason = outcome.reason.replace("|", "\\|")[:260] + proof
             lines.append(
                 f"| {outcome.task} | {outcome.model_type} {outcome.class_name} | {outcome.outcome} | {outcome.stage} "
                 f"| {reason} |"

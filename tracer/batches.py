@@ -15,10 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor, nn
+
 from metapeak.tracer.errors import ModelConfigError, UnknownName
 from metapeak.tracer.prepare import nested_configs
 from metapeak.tracer.spec import BatchSpec
-from torch import Tensor, nn
 
 DEFAULT_SEQ_LEN = 2048
 
@@ -185,7 +186,7 @@ def _sequence_length(draft: _Draft, asked: int | None, what: str = "seq_len") ->
         )
     if trained is not None and asked > trained:
         draft.notes.append(
-            f"{what} {asked} is past the {trained} positions of the config; the model computes its positions, so it runs"
+            f"{what} {asked} is past the {trained} positions of the config; positions are computed, so it runs"
         )
     return asked
 

@@ -15,21 +15,24 @@ Note [Balanced choices]
     choices (one_hot, bincount, cumsum, where, index) is computed on real values. sort keeps the order it finds.
 
 Note [Healthy numbers]
-    Programs check for NaN and infinity; a run that is worth planning for has none. isnan and isinf are False everywhere.
+    Programs check for NaN and infinity; a run that is worth planning for has none. isnan and isinf are
+    False everywhere.
 """
 
 from __future__ import annotations
 
 import torch
+
 from metapeak.tracer.errors import DataDependentError
 from metapeak.tracer.phantom import DEVICE_NAME, PhantomTensor, _wrap, handles, phantom_from_cpu, run_meta_kernel
 
 aten = torch.ops.aten
 
 BALANCED_CHOICES = (
-    "choices of the largest values (MoE routing with topk or argmax, sorting, sampling) fall on every candidate equally "
-    "often"
+    "choices of the largest values (MoE routing with topk or argmax, sorting, sampling) are uniform: they fall on every "
+    "candidate equally often"
 )
+RECURRENT_CELLS = "LSTM and GRU layers run PyTorch's fused cells step by step; cuDNN's kernels keep less per step"
 HEALTHY_NUMBERS = "no activation is NaN or infinite"
 SCALAR_READ = "a number read from the device (.item()) was answered with 1.0"
 
@@ -107,7 +110,7 @@ def _masked_select(mode, func, tensor, mask):
     if values is not None:
         return phantom_from_cpu(torch.masked_select(values, mask_values))
     count = int(torch.broadcast_to(mask_values, torch.broadcast_shapes(tensor.shape, mask.shape)).sum())
-    return _wrap(torch.empty(count, dtype=tensor.dtype, device="meta"))
+    return _new(tensor, (count,))
 
 
 @handles(aten.index.Tensor, aten._unsafe_index.Tensor)
@@ -299,6 +302,58 @@ def no_nan(mode, func, args, kwargs):
     return output
 
 
+# -- shape rules for operators without a meta kernel -------------------------------------------------------------------
+
+
+@handles(aten._ctc_loss)
+def ctc_loss(mode, func, args, kwargs):
+    """(loss [B], log_alpha [B, time, 2 * longest target + 1]).
+
+    Source: aten/src/ATen/native/cuda/LossCTC.cu, ctc_loss_gpu_template.
+    """
+    log_probs, _, _, target_lengths = args[:4]
+    lengths = mode.values(target_lengths) if isinstance(target_lengths, torch.Tensor) else target_lengths
+    if lengths is None:
+        _refuse_size(mode, func, target_lengths)
+    longest = max((int(length) for length in lengths), default=0)
+    time, batch = log_probs.shape[:2]
+    return _new(log_probs, (batch,)), _new(log_probs, (batch, time, 2 * longest + 1))
+
+
+@handles(aten._ctc_loss_backward)
+def ctc_loss_backward(mode, func, args, kwargs):
+    """The gradient of the log probabilities, [time, B, classes]. Its log_beta is the kernel's own (LossCTC.cu)."""
+    return _new(args[1], args[1].shape)
+
+
+@handles(aten._thnn_fused_gru_cell.default)
+def gru_cell(mode, func, args, kwargs):
+    """(hidden [B, H], workspace [B, 5 H]). Source: aten/src/ATen/native/cuda/RNN.cu, _thnn_fused_gru_cell_cuda."""
+    mode.assume(RECURRENT_CELLS)
+    batch, hidden = args[2].shape
+    return _new(args[2], (batch, hidden)), _new(args[2], (batch, 5 * hidden))
+
+
+@handles(aten._thnn_fused_gru_cell_backward.default)
+def gru_cell_backward(mode, func, args, kwargs):
+    """(grad of input gates [B, 3 H], of hidden gates [B, 3 H], of hidden [B, H], of the two biases [3 H] or None)."""
+    grad, _, has_bias = args
+    batch, hidden = grad.shape
+    gates = [_new(grad, (batch, 3 * hidden)) for _ in range(2)]
+    biases = [_new(grad, (3 * hidden,)) if has_bias else None for _ in range(2)]
+    return (*gates, _new(grad, (batch, hidden)), *biases)
+
+
+@handles(aten._thnn_fused_lstm_cell.default)
+def lstm_cell(mode, func, args, kwargs):
+    mode.assume(RECURRENT_CELLS)
+    return NotImplemented
+
+
+def _new(like, shape) -> PhantomTensor:
+    return _wrap(torch.empty(shape, dtype=like.dtype, device="meta"))
+
+
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
@@ -310,8 +365,10 @@ def _meta(func, args, kwargs):
 def _map_wrap(value):
     if isinstance(value, torch.Tensor):
         return _wrap(value)
-    return type(value)(_map_wrap(item) for item in value) if type(value) in (list, tuple) else tuple(
-        _map_wrap(item) for item in value
+    return (
+        type(value)(_map_wrap(item) for item in value)
+        if type(value) in (list, tuple)
+        else tuple(_map_wrap(item) for item in value)
     )
 
 
