@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.table import Table
 
 from metapeak.reports.sizes import GIB, count
 from metapeak.tracer.gpus import Gpu
+from metapeak.tracer.models import CatalogueModel
 
 
 def gpu_records(gpus: Iterable[Gpu]) -> list[dict[str, Any]]:
@@ -46,16 +48,19 @@ def print_gpus(gpus: Iterable[Gpu], console: Console) -> None:
     console.print(table)
 
 
-def print_models(rows: Iterable[dict[str, Any]], console: Console) -> None:
-    """Print the model catalogue: rows as `list_models` gives them."""
+def model_records(models: Iterable[CatalogueModel]) -> list[dict[str, Any]]:
+    """JSON-able rows of the model catalogue."""
+    return [dataclasses.asdict(model) for model in models]
+
+
+def print_models(models: Iterable[CatalogueModel], console: Console) -> None:
+    """Print the model catalogue."""
     table = Table(box=None, pad_edge=False)
     table.add_column("id", no_wrap=True)
     table.add_column("architecture")
     table.add_column("parameters", justify="right", no_wrap=True)
     table.add_column("dtype")
     table.add_column("also known as", overflow="fold")
-    for row in rows:
-        table.add_row(
-            row["id"], row["architecture"], count(row["params"]), row["dtype"] or "", ", ".join(row["aliases"])
-        )
+    for model in models:
+        table.add_row(model.id, model.architecture, count(model.params), model.dtype or "", ", ".join(model.aliases))
     console.print(table)

@@ -84,11 +84,11 @@ class Models:
         parser.add_argument("--json", metavar="FILE", choices=["-"], help="- prints JSON on stdout")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from metapeak.reports.catalogues import print_models
+        from metapeak.reports.catalogues import model_records, print_models
         from metapeak.tracer.models import list_models
 
         if arguments.json:
-            print(json.dumps(list_models(), indent=2))
+            print(json.dumps(model_records(list_models()), indent=2))
         else:
             print_models(list_models(), make_console())
         return DONE

@@ -26,6 +26,8 @@ _ATTENTION_OPS = {
 
 LARGEST_SHOWN = 8
 MODULES_SHOWN = 12
+# Below this many columns the tables leave out what can be missed first.
+NARROW = 100
 
 
 def print_summary(simulation: Simulation, console: Console) -> None:
@@ -158,17 +160,22 @@ def _phases(rank: RankResult, console: Console) -> None:
 
 def _largest(rank: RankResult, console: Console) -> None:
     table = Table(title="Largest alive at the peak", title_justify="left", box=None, pad_edge=False)
+    narrow = console.width < NARROW
     table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("shape")
-    table.add_column("dtype")
-    table.add_column("category")
+    table.add_column("category", no_wrap=True)
     table.add_column("module", overflow="fold")
-    table.add_column("made in", overflow="fold")
+    if not narrow:
+        table.add_column("shape", no_wrap=True)
+        table.add_column("dtype", no_wrap=True)
+        table.add_column("made in", overflow="fold")
     for tensor in rank.largest(LARGEST_SHOWN):
-        shape = " x ".join(str(extent) for extent in tensor.shape) or "scalar"
-        made = f"{tensor.born_phase}{' of ' + str(tensor.born_iteration) if tensor.born_iteration else ''}"
-        made += f", {tensor.source_line}" if tensor.source_line else ""
-        table.add_row(size(tensor.nbytes), shape, tensor.dtype, tensor.category.replace("_", " "), tensor.module, made)
+        row = [size(tensor.nbytes), tensor.category.replace("_", " "), tensor.module]
+        if not narrow:
+            shape = " x ".join(str(extent) for extent in tensor.shape) or "scalar"
+            made = f"{tensor.born_phase}{' of ' + str(tensor.born_iteration) if tensor.born_iteration else ''}"
+            made += f", {tensor.source_line}" if tensor.source_line else ""
+            row += [shape, tensor.dtype, made]
+        table.add_row(*row)
     console.print()
     console.print(table)
 
@@ -177,6 +184,8 @@ def _modules(rank: RankResult, console: Console) -> None:
     rows = sorted(module_rows(rank), key=lambda row: -row["bytes"])
     shown, rest = rows[:MODULES_SHOWN], rows[MODULES_SHOWN:]
     columns = [name for name in CATEGORY_NAMES.values() if any(row.get(name) for row in shown)]
+    if console.width < NARROW:
+        columns = []
     table = Table(title="By module at the peak, GiB", title_justify="left", box=None, pad_edge=False)
     table.add_column("module", overflow="fold")
     table.add_column("total", justify="right", no_wrap=True)
@@ -184,7 +193,7 @@ def _modules(rank: RankResult, console: Console) -> None:
         table.add_column(name.replace("_", " "), justify="right")
     for row in shown:
         name = row["module"] or "(the model itself)"
-        name += f"  ({row['count']} of them)" if row["count"] > 1 else ""
+        name += f" x {row['count']}" if row["count"] > 1 else ""
         table.add_row(name, gib(row["bytes"]), *(gib(row[column]) if row.get(column) else "" for column in columns))
     if rest:
         table.add_row(f"{len(rest)} more", gib(sum(row["bytes"] for row in rest)), *[""] * len(columns))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from metapeak.tracer.errors import UnknownName
+from metapeak.tracer.errors import InputError, UnknownName
 
 if TYPE_CHECKING:
     from metapeak.tracer.attention import AttentionChoice
@@ -31,6 +31,15 @@ def check_attention(name: str | None) -> None:
     """Raise UnknownName for a value that the option `attention` does not have."""
     if (name or "auto") not in ATTENTION:
         raise UnknownName("attention implementation", name, ATTENTION)
+
+
+def check_attention_dtype(name: str | None, dtype: str) -> None:
+    """Raise InputError when flash attention is asked for in a dtype that its kernels do not take."""
+    if name == "flash2" and dtype not in ("float16", "bfloat16"):
+        raise InputError(
+            f"attention flash2 takes float16 and bfloat16, but the weights are {dtype}. "
+            "Give --weights-dtype bf16, or another attention."
+        )
 
 
 def attention_of(name: str | None, compute_capability: tuple[int, int]) -> tuple[str | None, AttentionChoice]:

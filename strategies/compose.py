@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from metapeak.strategies.attention import attention_of, check_attention
+from metapeak.strategies.attention import attention_of, check_attention, check_attention_dtype
 from metapeak.strategies.base import Strategy
 from metapeak.strategies.optimizer import check_optimizer, optimizer_maker
 from metapeak.tracer.errors import InputError
@@ -70,6 +70,7 @@ def simulate(
     implementation, choice = attention_of(step.attention, capability)
     with flash_attention_2_available():
         built = build(resolved, dtype=spec.dtype, attention=implementation)
+    check_attention_dtype(step.attention, built.dtype)
     # Strategies change the real module before anything is recorded, in the order in which they were given.
     for strategy in strategies:
         strategy.prepare(built.module)

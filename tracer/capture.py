@@ -22,7 +22,13 @@ from metapeak.tracer import attention, phantom_ops  # noqa: F401  (they register
 from metapeak.tracer.errors import InputError, MetapeakError, TraceError
 from metapeak.tracer.graph import LOAD, StepGraph, Symbol, Value
 from metapeak.tracer.liveness import Category, Phase
-from metapeak.tracer.phantom import PhantomMode, PhantomTensor, phantom_from_cpu, phantom_from_meta
+from metapeak.tracer.phantom import (
+    PhantomMode,
+    PhantomTensor,
+    phantom_from_cpu,
+    phantom_from_meta,
+    take_pending_error,
+)
 
 _ALIVE = -1
 _current_autograd_node = torch._C._current_autograd_node
@@ -420,9 +426,10 @@ def record_training_step(
         with recorder.recording():
             optimizer = make_optimizer(trainable) if make_optimizer and trainable else None
             _train(recorder, model, batch, optimizer, compute_loss, iterations, progress)
-    except MetapeakError:
-        raise
-    except Exception as error:
+    except BaseException as raised:
+        error = take_pending_error() or raised
+        if isinstance(error, MetapeakError) or not isinstance(error, Exception):  # Ctrl-C stays what it is
+            raise error from None
         op, (op_index, module) = None, recorder.location()
         if recorder.mode.failed is not None and recorder.mode.failed[0] is error:
             _, op, op_index, module = recorder.mode.failed

@@ -21,6 +21,7 @@ Only this module, phantom_ops.py and capture.py touch global PyTorch state.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import torch
@@ -80,9 +81,39 @@ class _DeviceModule:
         pass
 
 
+class _DeviceGuard(torch._C._acc.DeviceGuard):
+    """The device guard of a backend written in Python, see Note [Errors in backward]."""
+
+    def type_(self):
+        try:
+            _raise_pending()
+        except BaseException as error:
+            _pending_errors.append(error)
+        return torch._C._autograd.DeviceType.PrivateUse1
+
+
+# Note [Errors in backward]
+#     When Python raises inside backward (an operator that is refused, Ctrl-C), the engine unwinds with the error still
+#     pending in the interpreter, and its stream guard asks the device guard for its type. A Python method cannot be
+#     called successfully with an error pending, and the guard's destructor must not throw: the process would abort. So
+#     `type_` first takes the pending error (any call through ctypes.pythonapi raises it) and keeps it. What backward
+#     raises then is an empty SystemError; `take_pending_error` has the real one.
+_raise_pending = ctypes.pythonapi.PyErr_Occurred
+_raise_pending.restype = None
+_raise_pending.argtypes = []
+_pending_errors: list[BaseException] = []
+
+
+def take_pending_error() -> BaseException | None:
+    """The error that the last failed backward really died of, once; None when there is none."""
+    error = _pending_errors[0] if _pending_errors else None
+    _pending_errors.clear()
+    return error
+
+
 def _register_device() -> torch.device:
     if torch._C._get_privateuse1_backend_name() != DEVICE_NAME:
-        _setup_privateuseone_for_python_backend(DEVICE_NAME, _DeviceModule())
+        _setup_privateuseone_for_python_backend(DEVICE_NAME, _DeviceModule(), device_guard=_DeviceGuard())
     return torch.device(DEVICE_NAME, 0)
 
 
