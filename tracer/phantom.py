@@ -389,7 +389,9 @@ class PhantomMode(TorchDispatchMode):
             return
         flat: list[PhantomTensor] = []
         _flatten_phantoms(outputs, flat)
-        if not all(small_enough_to_know(output) for output in flat):
+        if not all(small_enough_to_know(output) for output in flat) or (
+            operator.mutates and any(_one_for_all(output) for output in flat)
+        ):
             if operator.mutates:
                 for output in flat:
                     self.forget(output)
@@ -524,6 +526,12 @@ def _map_tensors(value, function):
 
 def _wrap(tensor):
     return PhantomTensor(tensor) if type(tensor) is torch.Tensor and tensor.device.type == "meta" else tensor
+
+
+def _one_for_all(tensor: PhantomTensor) -> bool:
+    """Whether one known element stands for many: written into, it would change them all."""
+    known = tensor.known
+    return known is not None and known.untyped_storage().nbytes() < tensor.untyped_storage().nbytes()
 
 
 def _contains(value, sentinel) -> bool:
