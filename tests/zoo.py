@@ -171,7 +171,7 @@ def message_of(error: Exception) -> str:
 
 
 def plain_run(task: str, model_type: str, class_name: str, stage: str) -> list[tuple[str, str, str]]:
-    """(how, place, message) of the ways in which the class fails without metapeak: on meta, on the CPU with 2 layers."""
+    """(how, place, message) of each way in which the class fails without metapeak: plain meta, CPU with 2 layers."""
     failures = []
     ways = [("plain meta", {"device": "meta"}), ("plain CPU, 2 layers", {"device": "cpu", "layers": 2})]
     for how, options in ways:
@@ -267,7 +267,7 @@ def settle(outcome: Outcome, failures: list[tuple[str, str, str]]) -> None:
     for how, place, message in failures:
         outcome.detail = f"{how}: {place}: {message}\n{outcome.detail}"
         limits = "meta" in message or "NotImplementedError" in place or place.startswith(("TraceError", "InputError"))
-        if place == outcome.place and (how != "plain meta" or not limits) and outcome.outcome == "failed":
+        if place == outcome.place and (how != "plain meta" or not limits) and outcome.stage != "batch":
             outcome.outcome, outcome.proof = "cannot run anywhere", how
 
 
@@ -292,7 +292,7 @@ def main() -> None:
             )
         outcomes[job] = answer
         print(f"{answer.outcome:8} {answer.seconds:6.1f} s {job[0]} {job[1]} {answer.reason[:150]}", flush=True)
-    doubtful = [(job, outcomes[job].stage) for job in jobs if outcomes[job].outcome in ("refused", "failed")]
+    doubtful = [(job, outcomes[job].stage) for job in jobs if outcomes[job].outcome == "failed"]
     for job, failures in run_jobs(doubtful, options.jobs, options.timeout):
         settle(outcomes[job], [] if isinstance(failures, str) else failures)
     results = [outcomes[job] for job in jobs]

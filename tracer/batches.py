@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from metapeak.tracer.errors import ModelConfigError, UnknownName
+from metapeak.tracer.phantom import PhantomMode, phantom_from_cpu
 from metapeak.tracer.prepare import nested_configs
 from metapeak.tracer.spec import BatchSpec
 
@@ -83,6 +84,8 @@ def vocabulary_size(model: nn.Module) -> int:
     for config in nested_configs(model.config.get_text_config()):
         if isinstance(getattr(config, "vocab_size", None), int):
             return config.vocab_size
+    if model.config.model_type == "canine":
+        return 0x110000  # Unicode code points, which the model hashes
     raise ModelConfigError(f"{type(model).__name__} has no token embedding and its config no vocab_size.")
 
 
@@ -200,6 +203,9 @@ def _text_inputs(draft: _Draft, length: int) -> Tensor:
     draft.tensors["inputs" if draft.config.model_type == "perceiver" else "input_ids"] = ids
     if "attention_mask" in draft.takes:
         draft.tensors["attention_mask"] = torch.ones_like(ids)
+    if "lang_ids" in draft.takes and draft.config.default_language is None:
+        draft.tensors["lang_ids"] = torch.zeros(draft.spec.batch_size, dtype=torch.int64)
+        draft.notes.append("every sample is in the model's first language, for the config names no default_language")
     return ids
 
 
@@ -207,8 +213,12 @@ def _language_model(draft: _Draft) -> None:
     """Causal and masked language models: labels [B, S] at every position."""
     draft.ask_labels()
     ids = _text_inputs(draft, _sequence_length(draft, draft.spec.seq_len))
-    if draft.takes >= {"pixel_values", "input_ids"} and draft.config.model_type == "git":
+    if draft.config.model_type == "git":  # its loss skips the image's tokens, so there has to be one
         _pixels(draft, num_images=1)
+    if draft.config.model_type == "voxtral_realtime":  # a stretch of audio for every token
+        frames = ids.size(1) * draft.config.audio_length_per_tok
+        mels = draft.config.audio_config.num_mel_bins
+        draft.tensors["input_features"] = _floats(draft, (ids.size(0), mels, frames))
     draft.tensors["labels"] = ids.clone()
 
 
@@ -249,6 +259,7 @@ def _sequence_classification(draft: _Draft) -> None:
         # The decoders' heads refuse several samples without one. No sample holds it: the batch is full.
         draft.text_config.pad_token_id = draft.config.pad_token_id = -1
         draft.notes.append("the config names no pad_token_id, which several samples need; none of them is padded")
+    _decoder_inputs(draft, ids)
     draft.tensors["labels"] = _class_labels(draft, (draft.spec.batch_size,))
 
 
@@ -277,6 +288,9 @@ def _question_answering(draft: _Draft) -> None:
     eos = getattr(draft.text_config, "eos_token_id", None)
     if isinstance(eos, int) and 0 <= eos < vocabulary_size(draft.model):
         ids[:, -1] = eos
+    if draft.config.model_type == "longformer":  # question and context: <s> q </s></s> c </s>; attends globally to q
+        ids[:, [ids.size(1) // 4, ids.size(1) // 4 + 1, -1]] = draft.config.sep_token_id
+    _decoder_inputs(draft, ids)
     draft.tensors["start_positions"] = torch.zeros(draft.spec.batch_size, dtype=torch.int64)
     draft.tensors["end_positions"] = torch.full((draft.spec.batch_size,), ids.size(1) // 2, dtype=torch.int64)
 
@@ -323,12 +337,11 @@ def _floats(draft: _Draft, shape: tuple[int, ...]) -> Tensor:
 def _image_classification(draft: _Draft) -> None:
     draft.ask_labels()
     spec = draft.spec
-    model_type = draft.config.model_type
     if "spatial_shapes" in draft.takes:
         _patches_of_any_shape(draft)
-    elif "inputs" in draft.takes and "pixel_values" not in draft.takes:
-        pass
-    elif "input_ids" in draft.takes and model_type == "shieldgemma2":
+    elif draft.config.model_type == "imagegpt":  # its processor turns pixels into ids of colours
+        draft.tensors["input_ids"] = ordinary_token_ids(draft.model, spec.batch_size, draft.config.n_positions)
+    elif "input_ids" in draft.takes:
         return _image_text(draft)
     else:
         _pixels(draft)
@@ -347,15 +360,280 @@ def _patches_of_any_shape(draft: _Draft) -> None:
     draft.tensors["spatial_shapes"] = torch.full((draft.spec.batch_size, 2), side, dtype=torch.int64)
 
 
+# -- images and text ---------------------------------------------------------------------------------------------------
+# The processor puts as many placeholder tokens into the text as the vision tower returns features, and the model fails
+# when they differ. So the tower is run, on shapes alone, to count them.
+
+
 def _image_text(draft: _Draft) -> None:
-    raise ModelConfigError(f"{type(draft.model).__name__}: no batch is known for image and text together yet.")
+    """Placeholders of the images, then text: `input_ids` [B, S], the pixels, labels [B, S] (-100 at placeholders)."""
+    draft.ask_labels()
+    if "input_ids" not in draft.takes:
+        return _image_to_text(draft)
+    spec = draft.spec
+    images = _image_inputs(draft)
+    placeholder = _image_token(draft)
+    per_sample = _count_image_tokens(draft, images) // spec.batch_size
+    length = _sequence_length(draft, spec.seq_len)
+    if per_sample >= length:
+        if spec.seq_len is not None:
+            raise ModelConfigError(
+                f"Asked for seq_len {length}, but {spec.num_images} image(s) take {per_sample} tokens of each sample "
+                f"(tokens <= seq_len - 1). Try seq_len {per_sample + 128} or a smaller image_size."
+            )
+        length = per_sample + 128
+        draft.notes.append(f"seq_len is {length}: {per_sample} tokens of the images and 128 of text")
+    ids = ordinary_token_ids(draft.model, spec.batch_size, length)
+    labels = ids.clone()
+    ids[:, :per_sample] = placeholder
+    labels[:, :per_sample] = -100
+    draft.tensors |= {"input_ids": ids, **images}
+    if "attention_mask" in draft.takes:
+        draft.tensors["attention_mask"] = torch.ones_like(ids)
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in draft.takes:
+            draft.tensors[name] = (ids == placeholder).to(torch.int64)
+    draft.tensors["labels"] = labels
+    if getattr(draft.config, "is_encoder_decoder", False):
+        _decoder_inputs(draft, labels)
+    draft.notes.append(f"{spec.num_images} image(s) a sample take {per_sample} of its {length} tokens")
+
+
+def _image_to_text(draft: _Draft) -> None:
+    """Encoder of images, decoder of text (vision-encoder-decoder, pix2struct)."""
+    if "flattened_patches" in draft.takes:
+        patches, width = (
+            2048,
+            2 + 3 * 16 * 16,
+        )  # Pix2StructImageProcessor: max_patches, row and column before the pixels
+        draft.tensors["flattened_patches"] = _floats(draft, (draft.spec.batch_size, patches, width))
+        draft.tensors["attention_mask"] = torch.ones(draft.spec.batch_size, patches)
+    else:
+        _pixels(draft)
+    labels = ordinary_token_ids(draft.model, draft.spec.batch_size, _sequence_length(draft, draft.spec.seq_len))
+    draft.tensors["labels"] = labels
+    _decoder_inputs(draft, labels)
+
+
+def _image_token(draft: _Draft) -> int:
+    for part in nested_configs(draft.config):
+        for name in ("image_token_id", "image_token_index", "img_context_token_id", "image_placeholder_token_id"):
+            value = getattr(part, name, None)
+            if isinstance(value, int):
+                return value
+    raise ModelConfigError(
+        f"{type(draft.model).__name__} takes images and text, but its config names no image_token_id to stand for an "
+        "image in the text. Give your own model and batch as `file.py:function`."
+    )
+
+
+def _image_inputs(draft: _Draft) -> dict[str, Tensor]:
+    """The images of all samples in the form that the model's forward takes, without the text."""
+    count = draft.spec.batch_size * draft.spec.num_images
+    part = _vision_config(draft.config)
+    if "image_grid_thw" in draft.takes:
+        return _patched_images(draft, part, count)
+    channels, height, width = image_shape(part, draft.spec.image_size)
+    if "spatial_shapes" in draft.takes:
+        _patches_of_any_shape(draft)
+        return {name: draft.tensors.pop(name) for name in ("pixel_values", "pixel_attention_mask", "spatial_shapes")}
+    if "pixel_attention_mask" in draft.takes:  # Idefics: images of one sample side by side
+        shape = (draft.spec.batch_size, draft.spec.num_images, channels, height, width)
+        mask = torch.ones(*shape[:2], height, width, dtype=torch.int64)
+        return {"pixel_values": _floats(draft, shape), "pixel_attention_mask": mask}
+    images = {"pixel_values": _floats(draft, (count, channels, height, width))}
+    if "image_sizes" in draft.takes:
+        images["image_sizes"] = torch.tensor([[height, width]] * count)
+        if hasattr(draft.config, "image_grid_pinpoints"):  # LLaVA-NeXT: the image whole, and cut into crops
+            images["pixel_values"] = _floats(draft, (count, 1 + _crops(draft.config, height), channels, height, width))
+    return images
+
+
+def _crops(config, side: int) -> int:
+    """How many crops LLaVA-NeXT makes of an image of the tower's own size: the best fitting of the grids."""
+    from transformers.image_processing_utils import select_best_resolution
+
+    best_height, best_width = select_best_resolution((side, side), config.image_grid_pinpoints)
+    return (best_height // side) * (best_width // side)
+
+
+def _patched_images(draft: _Draft, part, count: int) -> dict[str, Tensor]:
+    """Qwen-VL and its kin: patches of all images in one matrix, [images * rows * columns, C * time * P * P]."""
+    patch, merge = part.patch_size, getattr(part, "spatial_merge_size", None) or 1
+    time = getattr(part, "temporal_patch_size", None) or 1
+    channels = image_shape(part, None)[0]
+    side = draft.spec.image_size or getattr(part, "image_size", None) or DEFAULT_IMAGE_SIZE
+    side = side if isinstance(side, int) else side[0]
+    cells = max(side // (patch * merge), 1) * merge
+    patches = _floats(draft, (count * cells * cells, channels * time * patch * patch))
+    return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, cells, cells]] * count)}
+
+
+DEFAULT_IMAGE_SIZE = 448
+
+
+def _vision_config(config):
+    for name in ("vision_config", "thinker_config", "vq_config"):
+        part = getattr(config, name, None)
+        if part is not None:
+            return _vision_config(part)
+    return config
+
+
+def _count_image_tokens(draft: _Draft, images: dict[str, Tensor]) -> int:
+    """Features that the model's `get_image_features` returns for `images`, counted by running it on shapes alone."""
+    owner = draft.model if hasattr(draft.model, "get_image_features") else getattr(draft.model, "model", None)
+    if not hasattr(owner, "get_image_features"):
+        raise ModelConfigError(
+            f"{type(draft.model).__name__} has no get_image_features: the number of tokens of an image is not known. "
+            "Give your own model and batch as `file.py:function`."
+        )
+    takes = inspect.signature(owner.get_image_features).parameters
+    arguments = {name: phantom_from_cpu(value) for name, value in images.items() if name in takes}
+    try:
+        with torch.no_grad(), PhantomMode(_Nobody()):
+            features = owner.get_image_features(**arguments)
+    except Exception as error:
+        raise ModelConfigError(
+            f"{type(draft.model).__name__}.get_image_features fails on "
+            f"{ {name: tuple(value.shape) for name, value in images.items()} }: {type(error).__name__}: {error}"
+        ) from error
+    features = getattr(features, "pooler_output", features)
+    features = features if isinstance(features, (list, tuple)) else [features]
+    return sum(math.prod(feature.shape[:-1]) for feature in features)
+
+
+class _Nobody:
+    """An observer of the phantom GPU that writes nothing down."""
+
+    def record(self, func, args, kwargs, outputs) -> None:
+        pass
+
+    def location(self) -> tuple[int, str]:
+        return 0, "get_image_features"
+
+
+def _semantic_segmentation(draft: _Draft) -> None:
+    """Images and a class for each pixel, labels [B, H, W]."""
+    draft.ask_labels()
+    batch, _, height, width = _pixels(draft).shape
+    draft.tensors["labels"] = (torch.arange(batch * height * width) % draft.config.num_labels).view(
+        batch, height, width
+    )
+
+
+def _mask_generation(draft: _Draft) -> None:
+    draft.ask_labels()
 
 
 # -- speech ------------------------------------------------------------------------------------------------------------
 
+SAMPLING_RATE = 16_000  # samples a second; every speech model of transformers is trained at this rate or says otherwise
+AUDIO_SECONDS = 10
+FRAMES_PER_SECOND = 100  # of a log-mel spectrogram with a hop of 10 ms
+DEFAULT_TRANSCRIPT = 128
+
 
 def _speech(draft: _Draft) -> None:
-    raise ModelConfigError(f"{type(draft.model).__name__}: no batch is known for {draft.model.main_input_name} yet.")
+    """The audio of every sample: waveforms [B, samples] or spectrograms, whose layout depends on the model."""
+    config, batch = draft.config, draft.spec.batch_size
+    name = next((n for n in ("input_features", "input_values", "inputs") if n in draft.takes), None)
+    if name is None:
+        raise ModelConfigError(
+            f"{type(draft.model).__name__} takes no audio that is known here ({draft.model.main_input_name})."
+        )
+    if name != "input_features":
+        draft.tensors[name] = _floats(draft, (batch, AUDIO_SECONDS * SAMPLING_RATE))
+        draft.notes.append(f"a sample is {AUDIO_SECONDS} s of audio at {SAMPLING_RATE:,} samples a second")
+        return
+    encoder = next((part for part in nested_configs(config) if hasattr(part, "num_mel_bins")), config)
+    if config.model_type == "whisper":
+        frames = 2 * config.max_source_positions  # the processor pads every clip to 30 s; the first convolution halves
+        draft.tensors[name] = _floats(draft, (batch, config.num_mel_bins, frames))
+        draft.notes.append(f"a sample is a spectrogram of {frames} frames, the length that the model always takes")
+        return
+    frames = AUDIO_SECONDS * FRAMES_PER_SECOND
+    width = next(
+        (
+            value
+            for part in (encoder, *nested_configs(config))
+            for key in ("feature_projection_input_dim", "input_feat_per_channel", "num_mel_bins", "input_dim")
+            if isinstance(value := getattr(part, key, None), int)
+        ),
+        80,
+    )
+    draft.tensors[name] = _floats(draft, (batch, frames, width))
+    if "attention_mask" in draft.takes:
+        draft.tensors["attention_mask"] = torch.ones(batch, frames, dtype=torch.int64)
+    draft.notes.append(f"a sample is a spectrogram of {frames} frames ({AUDIO_SECONDS} s)")
+
+
+def _speech_to_text(draft: _Draft) -> None:
+    """Speech recognition with a decoder: audio and labels [B, T]."""
+    draft.ask_labels()
+    spec = draft.spec
+    if "decoder_input_ids" not in draft.takes:
+        return _language_model(draft)
+    _speech(draft)
+    labels = ordinary_token_ids(draft.model, spec.batch_size, _transcript_length(draft))
+    draft.tensors["labels"] = labels.clone()
+    _decoder_inputs(draft, labels)
+
+
+def _ctc(draft: _Draft) -> None:
+    """Speech recognition by CTC: audio and labels [B, T], none of them the blank (the config's pad_token_id)."""
+    draft.ask_labels()
+    _speech(draft)
+    length, size = _transcript_length(draft), draft.config.vocab_size
+    blank = draft.config.pad_token_id
+    ids = torch.tensor([token for token in range(size) if token != blank])
+    labels = ids[torch.arange(draft.spec.batch_size * length) % len(ids)].view(draft.spec.batch_size, length)
+    draft.tensors["labels"] = labels
+
+
+def _transcript_length(draft: _Draft) -> int:
+    asked = draft.spec.target_len or draft.spec.seq_len
+    if asked is None:
+        draft.notes.append(f"a transcript has {DEFAULT_TRANSCRIPT} tokens")
+        return DEFAULT_TRANSCRIPT
+    return asked
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+def _pretraining(draft: _Draft) -> None:
+    """The pretraining heads: labels of tokens, and what they want beside (sentence order, masked patches)."""
+    batch = draft.spec.batch_size
+    if "labels" in draft.takes and "input_ids" in draft.takes:
+        _language_model(draft)
+        for name in ("next_sentence_label", "sentence_order_label"):
+            if name in draft.takes:
+                draft.tensors[name] = torch.zeros(batch, dtype=torch.int64)
+    elif draft.config.model_type == "vit_mae":
+        _pixels(draft)
+    else:
+        draft.ask_labels()
+
+
+def _feature_extraction(draft: _Draft) -> None:
+    """Inputs only: the model gives no loss, see `sum_of_features`."""
+    if "pixel_values" in draft.takes and "input_ids" not in draft.takes:
+        _pixels(draft)
+    elif "input_ids" in draft.takes:
+        ids = _text_inputs(draft, _sequence_length(draft, draft.spec.seq_len))
+        if "decoder_input_ids" in draft.takes:
+            draft.tensors["decoder_input_ids"] = ids.clone()
+    else:
+        _speech(draft)
+    draft.notes.append("the model has no loss of its own: the sum of its features stands for one")
+
+
+def sum_of_features(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """A loss for a model that has none: the sum of its first output, in float32."""
+    output = model(**batch)
+    features = output[0] if not isinstance(output, Tensor) else output
+    return features.float().sum()
 
 
 TASKS: dict[str, Callable[[_Draft], None]] = {
@@ -366,4 +644,11 @@ TASKS: dict[str, Callable[[_Draft], None]] = {
     "token-classification": _token_classification,
     "question-answering": _question_answering,
     "image-classification": _image_classification,
+    "image-text-to-text": _image_text,
+    "speech-seq2seq": _speech_to_text,
+    "ctc": _ctc,
+    "semantic-segmentation": _semantic_segmentation,
+    "mask-generation": _mask_generation,
+    "feature-extraction": _feature_extraction,
+    "pretraining": _pretraining,
 }

@@ -24,13 +24,21 @@ from __future__ import annotations
 import torch
 
 from metapeak.tracer.errors import DataDependentError
-from metapeak.tracer.phantom import DEVICE_NAME, PhantomTensor, _wrap, handles, phantom_from_cpu, run_meta_kernel
+from metapeak.tracer.phantom import (
+    DEVICE_NAME,
+    PhantomTensor,
+    _wrap,
+    handles,
+    phantom_from_cpu,
+    run_meta_kernel,
+    small_enough_to_know,
+)
 
 aten = torch.ops.aten
 
 BALANCED_CHOICES = (
-    "choices of the largest values (MoE routing with topk or argmax, sorting, sampling) are uniform: they fall on every "
-    "candidate equally often"
+    "choices of the largest values (MoE routing with topk or argmax, sorting, sampling) are uniform: they fall on "
+    "every candidate equally often"
 )
 RECURRENT_CELLS = "LSTM and GRU layers run PyTorch's fused cells step by step; cuDNN's kernels keep less per step"
 HEALTHY_NUMBERS = "no activation is NaN or infinite"
@@ -299,6 +307,28 @@ def no_nan(mode, func, args, kwargs):
     mode.assume(HEALTHY_NUMBERS)
     # One element stands for all: a write into it makes the values unknown, see phantom.py.
     output.known = torch.zeros((), dtype=torch.bool).expand(output.shape)
+    return output
+
+
+# -- tensors whose values do not depend on the tensor they are like ----------------------------------------------------
+
+
+@handles(aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full)
+def filled(mode, func, args, kwargs):
+    """Known although the tensor that gives the shape is not: masks are made like this and written afterwards."""
+    if mode.values(args[0]) is not None:
+        return NotImplemented
+    device = kwargs.get("device")
+    if device is not None and device.type == "cpu":
+        like = torch.empty(args[0].shape, dtype=args[0].dtype)
+        return func(like, *args[1:], **kwargs)
+    output = _meta(func, args, {**kwargs, "device": torch.device("meta")} if device is not None else kwargs)
+    if small_enough_to_know(output):
+        value = {"zeros": 0, "ones": 1}.get(func.overloadpacket.__name__.replace("new_", "").replace("_like", ""))
+        value = _argument(func, args, kwargs, "fill_value") if value is None else value
+        value = mode.values(value) if isinstance(value, torch.Tensor) else value
+        if value is not None:
+            output.known = torch.full(output.shape, value, dtype=output.dtype)
     return output
 
 
