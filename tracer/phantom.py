@@ -21,6 +21,7 @@ Only this module, phantom_ops.py and capture.py touch global PyTorch state.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable
 
@@ -125,6 +126,10 @@ DEVICE = _register_device()
 # these are reached. Source: native_functions.yaml, dispatch entries with CompositeImplicitAutograd beside CUDA; a test
 # compares this list with the file that torch ships.
 WHOLE_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
+# Operators that autograd sees whole and that CUDA makes of several others, each of which allocates: they are run as
+# their composite kernel, so that the parts are recorded with their own lifetimes. Source: native_functions.yaml,
+# CompositeExplicitAutograd; others of that kind allocate nothing but their result.
+COMPOSITE_ON_CUDA = ("_safe_softmax", "binary_cross_entropy_with_logits", "logsumexp")
 _library = torch.library.Library("aten", "IMPL")
 
 
@@ -212,11 +217,12 @@ def run_meta_kernel(func, args, kwargs):
 class _Operator:
     """What PhantomMode needs to know of an operator overload, looked up once."""
 
-    __slots__ = ("cacheable", "handler", "is_view", "mutates", "updates_lists")
+    __slots__ = ("cacheable", "composite", "handler", "is_view", "mutates", "updates_lists")
 
     def __init__(self, func):
         tags = func.tags
         self.handler: Callable | None = HANDLERS.get(func) or HANDLERS.get(func.overloadpacket)
+        self.composite: bool = func in _COMPOSITE
         self.is_view: bool = func.is_view
         self.mutates: bool = func._schema.is_mutable
         # _foreach_add_ and the like write hundreds of tensors in place and return nothing: no shape can change.
@@ -282,6 +288,15 @@ class PhantomMode(TorchDispatchMode):
         torch._C._set_only_lift_cpu_tensors(self._lifted_before)
         return super().__exit__(*exception)
 
+    @contextlib.contextmanager
+    def _again(self):
+        """Inside a handler the mode is off; here it is on for the parts of an operator."""
+        super().__enter__()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)
+
     def assume(self, sentence: str) -> None:
         """Count a use of an assumption that the report has to print."""
         self.assumptions[sentence] = self.assumptions.get(sentence, 0) + 1
@@ -314,6 +329,10 @@ class PhantomMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if scan.foreign:
             args, kwargs = self._adopt(func, args, kwargs)
+
+        if operator.composite:
+            with self._again():
+                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
         if operator.handler is not None:
             outputs = operator.handler(self, func, args, kwargs)
@@ -442,6 +461,7 @@ class PhantomMode(TorchDispatchMode):
 
 _PLAIN_TYPES = {torch.Tensor, PhantomTensor, torch.nn.Parameter, torch.nn.Buffer}
 _aten = torch.ops.aten
+_COMPOSITE = {getattr(_aten, name).default for name in COMPOSITE_ON_CUDA}
 _UNDEFINED_VALUES = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 _TAKES_CPU_TENSORS = {
     _aten.copy_, _aten._to_copy, _aten.index, _aten.index_put_, _aten.index_put, _aten._index_put_impl_,
