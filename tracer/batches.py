@@ -9,6 +9,7 @@ Legend of shapes: B batch size, S tokens, T decoder tokens, C channels, H and W 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -442,7 +443,9 @@ def _image_inputs(draft: _Draft) -> dict[str, Tensor]:
         mask = torch.ones(*shape[:2], height, width, dtype=torch.int64)
         return {"pixel_values": _floats(draft, shape), "pixel_attention_mask": mask}
     images = {"pixel_values": _floats(draft, (count, channels, height, width))}
-    if "image_sizes" in draft.takes:
+    # LLaVA hands image_sizes on to its tower, and only Pixtral's takes them.
+    wants_sizes = draft.config.model_type != "llava" or part.model_type == "pixtral"
+    if "image_sizes" in draft.takes and wants_sizes:
         images["image_sizes"] = torch.tensor([[height, width]] * count)
         if hasattr(draft.config, "image_grid_pinpoints"):  # LLaVA-NeXT: the image whole, and cut into crops
             images["pixel_values"] = _floats(draft, (count, 1 + _crops(draft.config, height), channels, height, width))
@@ -481,7 +484,7 @@ def _vision_config(config):
 
 
 def _count_image_tokens(draft: _Draft, images: dict[str, Tensor]) -> int:
-    """Features that the model's `get_image_features` returns for `images`, counted by running it on shapes alone."""
+    """Features that the model's `get_image_features` returns for `images`; on meta it runs on shapes alone."""
     owner = draft.model if hasattr(draft.model, "get_image_features") else getattr(draft.model, "model", None)
     if not hasattr(owner, "get_image_features"):
         raise ModelConfigError(
@@ -489,9 +492,12 @@ def _count_image_tokens(draft: _Draft, images: dict[str, Tensor]) -> int:
             "Give your own model and batch as `file.py:function`."
         )
     takes = inspect.signature(owner.get_image_features).parameters
-    arguments = {name: phantom_from_cpu(value) for name, value in images.items() if name in takes}
+    arguments = {name: value for name, value in images.items() if name in takes}
+    on_meta = next(draft.model.parameters()).device.type == "meta"
     try:
-        with torch.no_grad(), PhantomMode(_Nobody()):
+        with torch.no_grad(), PhantomMode(_Nobody()) if on_meta else contextlib.nullcontext():
+            if on_meta:
+                arguments = {name: phantom_from_cpu(value) for name, value in arguments.items()}
             features = owner.get_image_features(**arguments)
     except Exception as error:
         raise ModelConfigError(
