@@ -408,7 +408,8 @@ class PhantomMode(TorchDispatchMode):
             return
         flat: list[PhantomTensor] = []
         _flatten_phantoms(outputs, flat)
-        if not all(small_enough_to_know(output) for output in flat) or (
+        # A view of known values costs nothing, however many elements it repeats.
+        if not (operator.is_view or all(small_enough_to_know(output) for output in flat)) or (
             operator.mutates and any(_one_for_all(output) for output in flat)
         ):
             if operator.mutates:
