@@ -173,7 +173,7 @@ def _values_of_all(mode, indices):
 
 
 def _indices_of_masks(mode, func, tensor, indices) -> list[PhantomTensor | None]:
-    """`indices` into `tensor` with every mask of n dimensions replaced by n index tensors."""
+    """`indices` into `tensor` with every mask of n dimensions replaced by n index tensors, for their shapes only."""
     expanded: list[PhantomTensor | None] = []
     for item in indices:
         if item is None or item.dtype not in (torch.bool, torch.uint8):
@@ -185,8 +185,28 @@ def _indices_of_masks(mode, func, tensor, indices) -> list[PhantomTensor | None]
         values = mode.values(item)
         if values is None:
             _refuse_size(mode, func, item)
-        expanded.extend(phantom_from_cpu(column) for column in values.nonzero(as_tuple=True))
+        count = int(values.count_nonzero())
+        columns = torch.empty(item.dim(), count, dtype=torch.int64, device="meta")
+        expanded.extend(_wrap(column) for column in columns)
     return expanded
+
+
+@handles(aten.masked_fill.Tensor, aten.masked_fill_.Tensor)
+def masked_fill(mode, func, args, kwargs):
+    """CUDA takes the value from the CPU too; the meta kernel wants it beside the tensor."""
+    tensor, mask, value = args
+    if type(value) is PhantomTensor or value.device.type != "cpu":
+        return NotImplemented
+    in_place = func is aten.masked_fill_.Tensor
+    outputs = _meta(aten.masked_fill.Scalar, (tensor, mask, value.item()), {})
+    values = mode.values(tensor), mode.values(mask)
+    if all(value is not None for value in values):
+        known = func(*values, value)
+        if not in_place:
+            outputs.known = known
+    elif in_place:
+        mode.forget(tensor)
+    return tensor if in_place else outputs
 
 
 def _refuse_size(mode, func, tensor) -> None:

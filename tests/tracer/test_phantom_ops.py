@@ -112,6 +112,7 @@ def test_unknown_writes_are_forgotten_in_every_view(mode):
     "write",
     [
         lambda mask, values: mask.masked_fill_(values > 0, 1),
+        lambda mask, values: mask.masked_fill_(values > 0, torch.tensor(1)),
         lambda mask, values: mask.index_put_((values > 0,), torch.ones((), dtype=torch.int64, device=mask.device)),
         lambda mask, values: mask.add_(values.long()),
         lambda mask, values: mask.scatter_(0, values.long(), 1),
@@ -198,6 +199,22 @@ def test_one_value_at_an_unknown_mask_needs_no_size(mode):
     copied = torch.ops.aten.index_put(hidden, [hidden > 0], torch.zeros((), device=DEVICE))
     assert copied.shape == (3, 4)
     assert copied.untyped_storage()._cdata != storage
+
+
+def test_masked_fill_takes_its_value_from_the_cpu(mode):
+    ids, mask = phantom_from_cpu(torch.arange(3)), torch.tensor([True, False, True], device=DEVICE)
+    mode.observer.ops.clear()
+    filled = ids.masked_fill(mask, torch.tensor(-100))
+    ids.masked_fill_(mask, torch.tensor(7))
+    assert (filled.tolist(), ids.tolist()) == ([-100, 1, -100], [7, 1, 7])
+    assert mode.observer.ops[:2] == ["aten.masked_fill.Tensor", "aten.masked_fill_.Tensor"]
+    assert unknown(3).masked_fill(mask, torch.tensor(0.0)).shape == (3,)
+
+
+def test_a_mask_that_is_repeated_stays_known_at_any_size(mode):
+    """transformers expands a mask of image tokens over the hidden dimension: 2 of 4 rows here."""
+    mask = torch.tensor([True, False, False, True], device=DEVICE)[:, None].expand(4, 8_000_000)
+    assert unknown(4, 8_000_000)[mask].shape == (16_000_000,)
 
 
 # -- balanced choices --------------------------------------------------------------------------------------------------
