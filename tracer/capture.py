@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from metapeak.tracer import attention, phantom_ops  # noqa: F401  (they register their operators)
+from metapeak.tracer import attention, composites, phantom_ops  # noqa: F401  (they register their operators)
 from metapeak.tracer.errors import InputError, MetapeakError, TraceError
 from metapeak.tracer.graph import LOAD, StepGraph, Symbol, Value
 from metapeak.tracer.liveness import Category, Phase

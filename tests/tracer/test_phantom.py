@@ -8,7 +8,7 @@ import torch
 import yaml
 from torch.utils.checkpoint import checkpoint
 
-from metapeak.tracer import phantom
+from metapeak.tracer import composites, phantom, phantom_ops  # noqa: F401  (the latter two register operators)
 from metapeak.tracer.capture import record_training_step
 from metapeak.tracer.errors import TraceError
 from metapeak.tracer.phantom import DEVICE, PhantomMode, PhantomTensor
@@ -90,6 +90,34 @@ def test_operators_that_cuda_runs_whole_are_not_decomposed(mode):
     torch.nn.functional.silu(x).sum().backward()
     assert "aten.silu_backward.default" in mode.observer.names
     assert "aten.sigmoid.default" not in mode.observer.names
+
+
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
+@pytest.mark.parametrize(
+    "dtype, copies", [(torch.float16, 0), (torch.bfloat16, 2)], ids=["fp16 in one kernel", "bf16 with a copy each way"]
+)
+def test_softmax_to_fp32_as_on_cuda(mode, function, dtype, copies):
+    x = torch.empty(4, 8, device=DEVICE, dtype=dtype, requires_grad=True)
+    result = function(x, -1, dtype=torch.float32)
+    result.sum().backward()
+    assert result.dtype == torch.float32 and x.grad.dtype == dtype
+    assert mode.observer.names.count("aten._to_copy.default") == copies
+
+
+@pytest.mark.parametrize(
+    "run, op, decomposed",
+    [
+        (lambda x: torch.nn.functional.rms_norm(x, (8,)), "aten._fused_rms_norm.default", "aten.mean.dim"),
+        (lambda x: torch._weight_norm(x, x[:, :1]), "aten._weight_norm_interface.default", "aten.div.Tensor"),
+        (lambda x: torch.nn.functional.layer_norm(x, (8,)), "aten.native_layer_norm.default", "aten.rsqrt.default"),
+        (torch.nn.functional.mish, "aten.mish_backward.default", "aten.tanh.default"),
+    ],
+    ids=["rms_norm", "weight_norm", "layer_norm", "mish"],
+)
+def test_composite_operators_are_fused_as_on_cuda(mode, run, op, decomposed):
+    run(torch.empty(4, 8, device=DEVICE, requires_grad=True)).sum().backward()
+    assert op in mode.observer.names
+    assert decomposed not in mode.observer.names
 
 
 def test_fused_dropout_as_on_cuda(mode):
