@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -69,6 +71,7 @@ class Recorder:
         self._phase, self._iteration = Phase.LOAD, 0
         self._forward_of: dict[int, int] = {}  # autograd sequence number -> forward operation
         self._last_sequence = 0
+        self._interrupted = False
         self._symbols: dict[Any, Symbol] = {}
         self._marked: dict[int, Category] = {}
         self._recompute_ends: list[tuple[int, int]] = []
@@ -101,13 +104,39 @@ class Recorder:
         pre = register_module_forward_pre_hook(self._enter_module)
         post = register_module_forward_hook(self._leave_module, always_call=True)
         try:
-            with self.mode, torch.autograd.set_multithreading_enabled(False):
+            with (
+                self._interruptible(),
+                self.mode,
+                torch.autograd.set_multithreading_enabled(False),
+            ):
                 yield
         finally:
             pre.remove()
             post.remove()
             if collected:
                 gc.enable()
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Let Ctrl-C end the recording at the next operation.
+
+        Raised wherever the interpreter happens to be, it would be lost in the callback of a dying storage.
+        """
+        default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if not default or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number, frame):
+            self._interrupted = True
+
+        signal.signal(signal.SIGINT, note)
+        try:
+            yield
+            if self._interrupted:
+                raise KeyboardInterrupt
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     @contextlib.contextmanager
     def phase(self, phase: Phase, iteration: int) -> Iterator[None]:
@@ -129,6 +158,8 @@ class Recorder:
 
     def record(self, func, args, kwargs, outputs) -> None:
         """Append one operation; called by PhantomMode."""
+        if self._interrupted:
+            raise KeyboardInterrupt
         module, source, _ = self._where()
         recorded_args = self._recorded(args)
         recorded_kwargs = {name: self._recorded(value) for name, value in kwargs.items()} if kwargs else kwargs
