@@ -1,9 +1,10 @@
 """The spine in one test: a tiny model, two steps, a graph that holds together."""
 
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
 from metapeak.tracer.capture import record_training_step
 from metapeak.tracer.liveness import Category
-from transformers import GPT2Config, GPT2LMHeadModel
 
 
 def test_records_a_training_step():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 
 import torch
+
 from metapeak.tracer.graph import LOAD, StepGraph, Symbol, Value
 from metapeak.tracer.liveness import Phase
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from metapeak.tracer.capture import record_training_step
 
+from metapeak.tracer.capture import record_training_step
 from tests.agreement.cpu_oracle import run_on_cpu
 from tests.agreement.families import FAMILIES
 
@@ -19,7 +19,7 @@ def foreach_adamw(parameters):
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_live_bytes_equal_a_real_cpu_run(family):
     cpu = run_on_cpu(family.build("cpu"), family.batch(), foreach_adamw)
-    graph, assumptions = record_training_step(family.build("meta"), family.batch(), foreach_adamw)
+    graph, _assumptions = record_training_step(family.build("meta"), family.batch(), foreach_adamw)
     phases = {(phase.iteration, phase.phase): phase for phase in graph.liveness().phases() if phase.iteration}
 
     assert list(cpu.ends) == list(phases)
