@@ -33,11 +33,12 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from metapeak.tracer.batches import exact_length, make_batch
-from metapeak.tracer.capture import record_training_step
+from metapeak.tracer.batches import exact_length, make_batch, sum_of_features
+from metapeak.tracer.capture import default_loss, record_training_step
 from metapeak.tracer.errors import InputError, TraceError
+from metapeak.tracer.models import build_model, list_models, resolve_model
 from metapeak.tracer.prepare import nested_configs, prepare_config
-from metapeak.tracer.spec import BatchSpec
+from metapeak.tracer.spec import BatchSpec, ModelSpec
 
 MAPS = {
     "causal-lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -56,8 +57,10 @@ MORE_MAPS = {
     "mask-generation": modeling_auto.MODEL_FOR_MASK_GENERATION_MAPPING_NAMES,
     "pretraining": modeling_auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES,
 }
+CATALOGUE = "catalogue"  # the real configs that metapeak brings, through its own resolving and building
 MEMORY_LIMIT_BYTES = 12 << 30
 TEXT, IMAGES = BatchSpec(batch_size=1, seq_len=128), BatchSpec(batch_size=2)
+TWO_TEXTS = BatchSpec(batch_size=2, seq_len=128)
 
 
 @dataclass(kw_only=True)
@@ -112,9 +115,9 @@ def cut_layers(config, layers: int) -> None:
                 setattr(part, name, getattr(part, name)[:layers])
 
 
-def batch_of(model, task: str):
-    spec = IMAGES if "image" in task or task == "semantic-segmentation" else TEXT
-    if spec is TEXT and exact_length(model) is not None:
+def batch_of(model, task: str, text: BatchSpec = TEXT):
+    spec = IMAGES if "image" in task or task == "semantic-segmentation" else text
+    if spec is text and exact_length(model) is not None:
         spec = BatchSpec(batch_size=1)
     return make_batch(model, task, spec)
 
@@ -135,12 +138,21 @@ def record(task: str, model_type: str, class_name: str, dtype: torch.dtype) -> O
     outcome = Outcome(task=task, model_type=model_type, class_name=class_name, outcome="passed")
     stage = "construction"
     try:
-        model = build(model_type, class_name, dtype=dtype)
+        if task == CATALOGUE:
+            resolved = resolve_model(ModelSpec(reference=model_type))
+            model, task = build_model(resolved), resolved.task
+            outcome.class_name = type(model).__name__
+        else:
+            model = build(model_type, class_name, dtype=dtype)
         stage = "batch"
-        batch = batch_of(model, task)
+        batch = batch_of(model, task, TWO_TEXTS if outcome.task == CATALOGUE else TEXT)
         stage = "step"
         graph, assumptions = record_training_step(
-            model, batch.tensors, lambda parameters: torch.optim.AdamW(parameters, foreach=True), iterations=1
+            model,
+            batch.tensors,
+            lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+            compute_loss=sum_of_features if task == "feature-extraction" else default_loss,
+            iterations=1,
         )
         graph.lint()
         graph.liveness()
@@ -256,6 +268,9 @@ def run_jobs(jobs, parallel: int, timeout: float):
 
 def jobs_of(maps: list[str], only: set[str]):
     for task in maps:
+        if task == CATALOGUE:
+            yield from ((task, entry.id, "") for entry in list_models() if not only or entry.id in only)
+            continue
         for model_type, names in (MAPS | MORE_MAPS)[task].items():
             for class_name in [names] if isinstance(names, str) else names:
                 if not only or model_type in only or class_name in only:
@@ -292,7 +307,7 @@ def main() -> None:
             )
         outcomes[job] = answer
         print(f"{answer.outcome:8} {answer.seconds:6.1f} s {job[0]} {job[1]} {answer.reason[:150]}", flush=True)
-    doubtful = [(job, outcomes[job].stage) for job in jobs if outcomes[job].outcome == "failed"]
+    doubtful = [(job, outcomes[job].stage) for job in jobs if outcomes[job].outcome == "failed" and job[0] != CATALOGUE]
     for job, failures in run_jobs(doubtful, options.jobs, options.timeout):
         settle(outcomes[job], [] if isinstance(failures, str) else failures)
     results = [outcomes[job] for job in jobs]

@@ -400,6 +400,19 @@ def lstm_cell(mode, func, args, kwargs):
     return NotImplemented
 
 
+@handles(aten._grouped_mm.default)
+def grouped_mm(mode, func, args, kwargs):
+    """The matrices' products in their own dtype: CUDA falls back to one product a group for fp16 and float32, while the
+    meta kernel takes bf16 only. Source: aten/src/ATen/native/cuda/GroupedBlas.cpp, _grouped_mm_cuda.
+    """
+    if args[0].dtype is torch.bfloat16:
+        return NotImplemented
+    in_bf16 = [torch.empty_strided(t.shape, t.stride(), dtype=torch.bfloat16, device="meta") for t in args[:2]]
+    product = run_meta_kernel(func, (*in_bf16, *args[2:]), {**kwargs, "out_dtype": None})
+    dtype = kwargs.get("out_dtype") or args[0].dtype
+    return _wrap(torch.empty_strided(product.shape, product.stride(), dtype=dtype, device="meta"))
+
+
 def _new(like, shape) -> PhantomTensor:
     return _wrap(torch.empty(shape, dtype=like.dtype, device="meta"))
 

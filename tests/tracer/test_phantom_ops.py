@@ -337,6 +337,17 @@ def test_gru_cell_workspace(mode):
     assert (hidden.shape, workspace.shape) == ((3, 4), (3, 20))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_grouped_products_of_every_dtype(mode, dtype):
+    tokens, experts = unknown(16, 32, dtype=dtype).requires_grad_(), unknown(2, 32, 8, dtype=dtype).requires_grad_()
+    ends = torch.tensor([8, 16], dtype=torch.int32, device=DEVICE)
+    product = F.grouped_mm(tokens, experts, offs=ends)
+    assert (product.shape, product.dtype) == ((16, 8), dtype)
+    product.backward(unknown(16, 8, dtype=dtype))
+    assert tokens.grad.shape == tokens.shape
+    assert experts.grad.shape == experts.shape
+
+
 @pytest.mark.parametrize("op", ["rms_norm", "mish", "silu"])
 def test_operators_that_cuda_runs_whole(mode, op):
     """One operator forward and one backward, as CUDA's own kernels."""
