@@ -32,7 +32,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from metapeak.tracer.errors import TraceError
 
 DEVICE_NAME = "phantom"
-KNOWN_VALUES_LIMIT = 1 << 20
+KNOWN_VALUES_LIMIT = 1 << 23
 # Integers and booleans decide sizes: one_hot of 8,192 tokens x 8 choices x 128 experts has 2**23 elements.
 KNOWN_INTEGERS_LIMIT = 1 << 24
 _META = torch.device("meta")
