@@ -371,6 +371,8 @@ def _image_text(draft: _Draft) -> None:
     draft.ask_labels()
     if "input_ids" not in draft.takes:
         return _image_to_text(draft)
+    if "cross_attention_mask" in draft.takes:
+        return _tiled_images_and_text(draft)
     spec = draft.spec
     images = _image_inputs(draft)
     placeholder = _image_token(draft)
@@ -398,6 +400,25 @@ def _image_text(draft: _Draft) -> None:
     if getattr(draft.config, "is_encoder_decoder", False):
         _decoder_inputs(draft, labels)
     draft.notes.append(f"{spec.num_images} image(s) a sample take {per_sample} of its {length} tokens")
+
+
+def _tiled_images_and_text(draft: _Draft) -> None:
+    """Llama 3.2 Vision: the text attends to images cut into tiles; one token of the text stands for each image."""
+    spec, vision = draft.spec, draft.config.vision_config
+    images, tiles = (spec.batch_size, spec.num_images), vision.max_num_tiles
+    side = vision.image_size  # of a tile; an image that needs all tiles has the last of the supported aspect ratios
+    ids = _text_inputs(draft, _sequence_length(draft, spec.seq_len))
+    labels = ids.clone()
+    ids[:, : spec.num_images] = _image_token(draft)
+    labels[:, : spec.num_images] = -100
+    draft.tensors |= {
+        "pixel_values": _floats(draft, (*images, tiles, vision.num_channels, side, side)),
+        "aspect_ratio_ids": torch.full(images, len(vision.supported_aspect_ratios)),
+        "aspect_ratio_mask": torch.ones(*images, tiles, dtype=torch.int64),
+        "cross_attention_mask": torch.ones(spec.batch_size, ids.size(1), spec.num_images, tiles, dtype=torch.int64),
+        "labels": labels,
+    }
+    draft.notes.append(f"{spec.num_images} image(s) a sample, each of {tiles} tiles of {side} x {side} pixels")
 
 
 def _image_to_text(draft: _Draft) -> None:
@@ -435,6 +456,8 @@ def _image_inputs(draft: _Draft) -> dict[str, Tensor]:
     if "image_grid_thw" in draft.takes:
         return _patched_images(draft, part, count)
     channels, height, width = image_shape(part, draft.spec.image_size)
+    if "image_position_ids" in draft.takes:
+        return _patches_with_positions(draft, part, count)
     if "spatial_shapes" in draft.takes:
         _patches_of_any_shape(draft)
         return {name: draft.tensors.pop(name) for name in ("pixel_values", "pixel_attention_mask", "spatial_shapes")}
@@ -450,6 +473,17 @@ def _image_inputs(draft: _Draft) -> dict[str, Tensor]:
         if hasattr(draft.config, "image_grid_pinpoints"):  # LLaVA-NeXT: the image whole, and cut into crops
             images["pixel_values"] = _floats(draft, (count, 1 + _crops(draft.config, height), channels, height, width))
     return images
+
+
+def _patches_with_positions(draft: _Draft, part, count: int) -> dict[str, Tensor]:
+    """Gemma 4: patches [images, P, C * side * side] and their (x, y) [images, P, 2], at the most that are allowed."""
+    pool = part.pooling_kernel_size
+    tokens = getattr(draft.config, "vision_soft_tokens_per_image", None) or 280
+    rows = max(side for side in range(1, math.isqrt(tokens) + 1) if tokens % side == 0)
+    y, x = torch.meshgrid(torch.arange(rows * pool), torch.arange(tokens // rows * pool), indexing="ij")
+    positions = torch.stack([x, y], dim=-1).view(1, -1, 2).repeat(count, 1, 1)
+    pixels = _floats(draft, (count, positions.size(1), 3 * part.patch_size**2))
+    return {"pixel_values": pixels, "image_position_ids": positions}
 
 
 def _crops(config, side: int) -> int:
@@ -504,7 +538,9 @@ def _count_image_tokens(draft: _Draft, images: dict[str, Tensor]) -> int:
             f"{type(draft.model).__name__}.get_image_features fails on "
             f"{ {name: tuple(value.shape) for name, value in images.items()} }: {type(error).__name__}: {error}"
         ) from error
-    features = getattr(features, "pooler_output", features)
+    if hasattr(features, "last_hidden_state"):
+        pooled = getattr(features, "pooler_output", None)
+        features = features.last_hidden_state if pooled is None else pooled
     features = features if isinstance(features, (list, tuple)) else [features]
     return sum(math.prod(feature.shape[:-1]) for feature in features)
 
@@ -623,14 +659,15 @@ def _pretraining(draft: _Draft) -> None:
 
 
 def _feature_extraction(draft: _Draft) -> None:
-    """Inputs only: the model gives no loss, see `sum_of_features`."""
-    if "pixel_values" in draft.takes and "input_ids" not in draft.takes:
+    """Inputs only: the model gives no loss, see `sum_of_features`. CLIP and its kin get images and texts."""
+    pairs = hasattr(draft.config, "projection_dim") and draft.takes >= {"pixel_values", "input_ids"}
+    if "pixel_values" in draft.takes and (pairs or "input_ids" not in draft.takes):
         _pixels(draft)
-    elif "input_ids" in draft.takes:
+    if "input_ids" in draft.takes:
         ids = _text_inputs(draft, _sequence_length(draft, draft.spec.seq_len))
         if "decoder_input_ids" in draft.takes:
             draft.tensors["decoder_input_ids"] = ids.clone()
-    else:
+    elif "pixel_values" not in draft.takes:
         _speech(draft)
     draft.notes.append("the model has no loss of its own: the sum of its features stands for one")
 

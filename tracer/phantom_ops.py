@@ -22,10 +22,12 @@ Note [Healthy numbers]
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from metapeak.tracer.errors import DataDependentError
+from metapeak.tracer.errors import DataDependentError, TraceError
 from metapeak.tracer.phantom import (
     DEVICE_NAME,
+    PhantomMode,
     PhantomTensor,
     _wrap,
     handles,
@@ -57,6 +59,18 @@ def read_scalar(mode, func, args, kwargs):
         mode.assume(SCALAR_READ)
         return 1.0
     mode.refuse(DataDependentError, func, f"the program reads a {args[0].dtype} value that only a real run computes")
+
+
+def _read_below_python(tensor):
+    """A read that skips dispatch modes: `torch.tensor([...])` on a list that holds tensors of the phantom GPU."""
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, PhantomMode):
+            return read_scalar(mode, aten._local_scalar_dense.default, (tensor,), {})
+    raise TraceError("a tensor of the phantom GPU was read outside the traced step")
+
+
+_library = torch.library.Library("aten", "IMPL")
+_library.impl("_local_scalar_dense", _read_below_python, "PrivateUse1")
 
 
 @handles(aten.equal.default)

@@ -89,6 +89,15 @@ def test_reads_of_known_values(mode):
     assert torch.equal(ids, phantom_from_cpu(IDS.clone()))
 
 
+def test_tensor_from_a_list_of_device_numbers(mode):
+    """Qwen2-VL's rotary positions: every number is read from the device."""
+    ids = phantom_from_cpu(IDS)
+    made = torch.tensor([ids[0].max(), ids[1].max()], device=DEVICE)
+    assert (type(made), made.tolist()) == (PhantomTensor, [7, 2])
+    with pytest.raises(DataDependentError):
+        torch.tensor([unknown(3).long().max()], device=DEVICE)
+
+
 def test_known_values_follow_views_and_writes(mode):
     ids = phantom_from_cpu(torch.zeros(2, 4, dtype=torch.int64))
     row = ids[1]
