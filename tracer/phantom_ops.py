@@ -347,6 +347,9 @@ def no_nan(mode, func, args, kwargs):
 # -- tensors whose values do not depend on the tensor they are like ----------------------------------------------------
 
 
+FILLED_FLOATS_LIMIT = 1 << 20  # larger ones accumulate hidden states, which nobody reads
+
+
 @handles(aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full)
 def filled(mode, func, args, kwargs):
     """Known although the tensor that gives the shape is not: masks are made like this and written afterwards."""
@@ -357,7 +360,7 @@ def filled(mode, func, args, kwargs):
         like = torch.empty(args[0].shape, dtype=args[0].dtype)
         return func(like, *args[1:], **kwargs)
     output = _meta(func, args, {**kwargs, "device": torch.device("meta")} if device is not None else kwargs)
-    if small_enough_to_know(output):
+    if small_enough_to_know(output) and not (output.is_floating_point() and output.numel() > FILLED_FLOATS_LIMIT):
         value = {"zeros": 0, "ones": 1}.get(func.overloadpacket.__name__.replace("new_", "").replace("_like", ""))
         value = _argument(func, args, kwargs, "fill_value") if value is None else value
         value = mode.values(value) if isinstance(value, torch.Tensor) else value
