@@ -75,13 +75,17 @@ class _Draft:
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """How many token ids the model's input embedding has."""
-    try:
-        embedding = model.get_input_embeddings()
-    except (NotImplementedError, AttributeError):
-        embedding = None
-    if isinstance(embedding, nn.Embedding):
-        return embedding.num_embeddings
+    """How many token ids the model takes and predicts: the rows of its embedding, or of its head if those are less."""
+    sizes = []
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            table = getattr(model, get)()
+        except (NotImplementedError, AttributeError):
+            continue
+        if isinstance(table, (nn.Embedding, nn.Linear)):
+            sizes.append(table.weight.size(0))
+    if sizes:
+        return min(sizes)
     for config in nested_configs(model.config.get_text_config()):
         if isinstance(getattr(config, "vocab_size", None), int):
             return config.vocab_size

@@ -5,6 +5,7 @@ import torch
 import transformers as hf
 
 from metapeak.tracer.batches import TASKS, make_batch, most_positions, sum_of_features
+from metapeak.tracer.capture import record_training_step
 from metapeak.tracer.errors import ModelConfigError, UnknownName
 from metapeak.tracer.prepare import prepare_config
 from metapeak.tracer.spec import BatchSpec
@@ -53,6 +54,49 @@ def qwen2_vl():
             image_token_id=95, video_token_id=96, vision_start_token_id=97, vision_end_token_id=98,
         )
     )  # fmt: skip
+
+
+def idefics3():
+    return hf.Idefics3ForConditionalGeneration(
+        hf.Idefics3Config(
+            vision_config={**VISION, "image_size": 64, "patch_size": 16},
+            text_config=hf.LlamaConfig(**TEXT, num_key_value_heads=1, pad_token_id=0),
+            image_token_id=98, scale_factor=2,
+        )
+    )  # fmt: skip
+
+
+def gemma3():
+    return hf.Gemma3ForConditionalGeneration(
+        hf.Gemma3Config(
+            vision_config={**VISION, "image_size": 64, "patch_size": 16},
+            text_config={**TEXT, "num_key_value_heads": 1, "head_dim": 8},
+            mm_tokens_per_image=4, image_token_index=98, boi_token_index=97, eoi_token_index=96,
+        )
+    )  # fmt: skip
+
+
+def llava_next():
+    return hf.LlavaNextForConditionalGeneration(
+        hf.LlavaNextConfig(
+            vision_config=hf.CLIPVisionConfig(**VISION, image_size=32, patch_size=8),
+            text_config=hf.LlamaConfig(**TEXT, num_key_value_heads=1, pad_token_id=0),
+            image_token_index=98,
+            image_grid_pinpoints=[[32, 64], [64, 32], [64, 64]],
+        )
+    )
+
+
+def mllama():
+    vision = {
+        "hidden_size": 16, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2,
+        "intermediate_size": 16, "image_size": 32, "patch_size": 8, "vision_output_dim": 32, "intermediate_layers_indices": [0],
+        "max_num_tiles": 4,
+    }  # fmt: skip
+    text = {**TEXT, "num_hidden_layers": 2, "num_key_value_heads": 1, "cross_attention_layers": [1], "pad_token_id": 0}
+    return hf.MllamaForConditionalGeneration(
+        hf.MllamaConfig(vision_config=vision, text_config=text, image_token_index=98)
+    )
 
 
 def whisper():
@@ -126,6 +170,10 @@ CASES = {
     ),
     "llava": ("image-text-to-text", llava, BatchSpec(batch_size=2, seq_len=40, num_images=2)),
     "qwen2-vl": ("image-text-to-text", qwen2_vl, BatchSpec(batch_size=2, seq_len=40, image_size=56)),
+    "idefics3": ("image-text-to-text", idefics3, BatchSpec(batch_size=2, seq_len=40, num_images=2)),
+    "gemma3": ("image-text-to-text", gemma3, BatchSpec(batch_size=2, seq_len=40)),
+    "llava-next": ("image-text-to-text", llava_next, BatchSpec(batch_size=2, seq_len=64)),
+    "llama 3.2 vision": ("image-text-to-text", mllama, BatchSpec(batch_size=2, seq_len=40, num_images=2)),
     "wav2vec2": ("ctc", lambda: hf.Wav2Vec2ForCTC(hf.Wav2Vec2Config(**AUDIO)), BatchSpec(batch_size=2, target_len=20)),
     "whisper": ("speech-seq2seq", whisper, BatchSpec(batch_size=2, target_len=20)),
 }
@@ -143,6 +191,20 @@ def test_a_real_run_takes_the_batch(name):
     assert all(tensor.size(0) % spec.batch_size == 0 for tensor in batch.tensors.values())
     integers = [tensor.dtype for tensor in batch.tensors.values() if not tensor.dtype.is_floating_point]
     assert set(integers) <= {torch.int64}
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2-vl", "idefics3", "gemma3", "llava-next", "llama 3.2 vision"])
+def test_a_model_on_meta_gets_the_same_batch_and_can_be_traced(name):
+    """The vision tower is run on shapes alone there, and for real on the CPU."""
+    task, make_model, spec = CASES[name]
+    on_cpu = make_batch(make_model(), task, spec).tensors
+    with torch.device("meta"):
+        model = make_model().train()
+    on_meta = make_batch(model, task, spec).tensors
+    assert on_meta.keys() == on_cpu.keys()
+    assert all(torch.equal(on_meta[key], on_cpu[key]) for key in on_cpu)
+    graph, _ = record_training_step(model, on_meta, None, iterations=1)
+    graph.lint()
 
 
 def test_text_batch_is_full_and_labels_are_a_tensor_of_their_own():
