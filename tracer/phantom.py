@@ -129,7 +129,7 @@ WHOLE_ON_CUDA = ("silu_backward", "mish_backward", "_fused_rms_norm")
 # Operators that autograd sees whole and that CUDA makes of several others, each of which allocates: they are run as
 # their composite kernel, so that the parts are recorded with their own lifetimes. Source: native_functions.yaml,
 # CompositeExplicitAutograd; others of that kind allocate nothing but their result.
-COMPOSITE_ON_CUDA = ("_safe_softmax", "binary_cross_entropy_with_logits", "logsumexp")
+COMPOSITE_ON_CUDA = ("_safe_softmax", "binary_cross_entropy_with_logits")
 _library = torch.library.Library("aten", "IMPL")
 
 
@@ -232,7 +232,9 @@ class _Operator:
             and func.overloadpacket.__name__.startswith(("_foreach_", "_fused_"))
         )
         changes_shape_in_place = torch.Tag.inplace_view in tags
-        self.cacheable = not (self.is_view or changes_shape_in_place or torch.Tag.dynamic_output_shape in tags)
+        # `out=` tensors may be resized, which no recipe does again.
+        resizes = changes_shape_in_place or func._overloadname.endswith("out")
+        self.cacheable = not (self.is_view or resizes or torch.Tag.dynamic_output_shape in tags)
 
 
 # Operators that shapes alone do not answer: filled by phantom_ops.py. A handler gets (mode, func, args, kwargs) and
