@@ -322,7 +322,15 @@ def main() -> None:
 
 def markdown(results: list[Outcome]) -> str:
     """Counts a map, then everything that did not pass, with the reason."""
-    lines = ["| map | classes | passed | refused | failed | cannot run anywhere | passed of those that run |"]
+    lines = [
+        f"Written by `python tests/zoo.py --markdown FILE` with torch {torch.__version__.split('+')[0]}, transformers "
+        f"{transformers.__version__}. Default configs at full size, bf16, {TEXT.batch_size} x {TEXT.seq_len} tokens or "
+        f"{IMAGES.batch_size} images, one iteration with AdamW. `cannot run anywhere`: the same class with the same "
+        "config and batch raises the same exception in the same line without metapeak, on plain meta tensors at full "
+        "size or on CPU tensors with two layers; or its forward has no loss.",
+        "",
+    ]
+    lines += ["| map | classes | passed | refused | failed | cannot run anywhere | passed of those that run |"]
     lines.append("|---|---|---|---|---|---|---|")
     for task in dict.fromkeys(outcome.task for outcome in results):
         kinds = [outcome.outcome for outcome in results if outcome.task == task]
@@ -339,6 +347,10 @@ def markdown(results: list[Outcome]) -> str:
                 f"| {outcome.task} | {outcome.model_type} {outcome.class_name} | {outcome.outcome} | {outcome.stage} "
                 f"| {reason} |"
             )
+    in_float32 = [outcome for outcome in results if outcome.outcome == "passed" and outcome.note]
+    if in_float32:
+        lines += ["", "Passed in float32, for in bf16 the class itself mixes dtypes:", ""]
+        lines += [f"- {outcome.class_name}: {outcome.note.split('in bf16: ')[-1][:160]}" for outcome in in_float32]
     return "\n".join(lines) + "\n"
 
 
