@@ -349,7 +349,7 @@ def markdown(results: list[Outcome]) -> str:
             )
     in_float32 = [outcome for outcome in results if outcome.outcome == "passed" and outcome.note]
     if in_float32:
-        lines += ["", "Passed in float32, for in bf16 the class itself mixes dtypes:", ""]
+        lines += ["", "Passed in float32; in bf16 the step raised:", ""]
         lines += [f"- {outcome.class_name}: {outcome.note.split('in bf16: ')[-1][:160]}" for outcome in in_float32]
     return "\n".join(lines) + "\n"
 
