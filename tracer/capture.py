@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from metapeak.tracer import attention, composites, phantom_ops  # noqa: F401  (they register their operators)
 from metapeak.tracer.errors import InputError, MetapeakError, TraceError
-from metapeak.tracer.graph import LOAD, StepGraph, Symbol, Value
+from metapeak.tracer.graph import LOAD, SavedTensors, StepGraph, Symbol, Value
 from metapeak.tracer.liveness import Category, Phase
 from metapeak.tracer.phantom import (
     PhantomMode,
@@ -31,6 +32,7 @@ from metapeak.tracer.phantom import (
     phantom_from_meta,
     take_pending_error,
 )
+from metapeak.tracer.saved_tensors import SaveLog
 
 _ALIVE = -1
 _current_autograd_node = torch._C._current_autograd_node
@@ -56,8 +58,11 @@ class Recorder:
     `with recorder.phase(...)`, then `finish()`.
     """
 
-    def __init__(self, root: torch.nn.Module):
-        self.graph = StepGraph()
+    def __init__(self, root: torch.nn.Module, *, decouple_saves: bool = False):
+        self.graph = StepGraph(saved=SavedTensors() if decouple_saves else None)
+        self._saves = SaveLog(self) if decouple_saves else None
+        self._tick = 0
+        self._open_calls: list[int] = []
         self.mode = PhantomMode(self)
         self._root = root
         self._op_index: dict[Any, int] = {}
@@ -76,6 +81,19 @@ class Recorder:
         self._marked: dict[int, Category] = {}
         self._recompute_ends: list[tuple[int, int]] = []
         self._index_modules()
+
+    def tick(self) -> int:
+        """The number of the event that happens now."""
+        self._tick += 1
+        return self._tick
+
+    def value_of(self, tensor: PhantomTensor) -> int:
+        """The row of the tensor's value, made now for one that nobody registered."""
+        value, row = tensor.produced, tensor.untyped_storage().__dict__.get("row")
+        # The storage may have been changed under the tensor: `parameter.data = ...`, as module.to(dtype) does.
+        if value is None or row is None or self.graph.value_storage[value] != row:
+            return self._first_seen(tensor)
+        return value
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -102,6 +120,7 @@ class Recorder:
         collected = gc.isenabled()
         gc.disable()
         pre = register_module_forward_pre_hook(self._enter_module)
+        inputs = self._watch_inputs()
         post = register_module_forward_hook(self._leave_module, always_call=True)
         try:
             with (
@@ -111,8 +130,8 @@ class Recorder:
             ):
                 yield
         finally:
-            pre.remove()
-            post.remove()
+            for hook in (pre, post, *inputs):
+                hook.remove()
             if collected:
                 gc.enable()
 
@@ -142,7 +161,11 @@ class Recorder:
     def phase(self, phase: Phase, iteration: int) -> Iterator[None]:
         self._phase, self._iteration = phase, iteration
         self._module_stack.clear()
-        yield
+        if self._saves is not None and phase is Phase.FORWARD:
+            with self._saves.hooks():
+                yield
+        else:
+            yield
 
     def mark(self, tensor: torch.Tensor | None, category: Category, parameter: PhantomTensor) -> None:
         """Say what the storage of a tensor is for, from its birth on, and which parameter it serves."""
@@ -187,6 +210,8 @@ class Recorder:
         graph.module.append(module)
         graph.source.append(source)
         graph.recompute.append(self._phase is Phase.BACKWARD and bool(self._module_stack))
+        if graph.saved is not None:
+            graph.saved.op_tick.append(self.tick())
         return node
 
     def _append_value(self, node: int, position: int, tensor: PhantomTensor) -> int:
@@ -201,6 +226,8 @@ class Recorder:
             self._refs.append(reference)
             graph.birth.append(node)
             graph.death.append(_ALIVE)
+            if graph.saved is not None:
+                graph.saved.eager_death_tick.append(_ALIVE)
             graph.nbytes.append(storage.nbytes())
             graph.category.append(_ALIVE)
             graph.owner.append(graph.module[node])
@@ -223,18 +250,44 @@ class Recorder:
     def _died(self, reference: _StorageRef) -> None:
         self.graph.death[reference.row] = len(self.graph.op)
         self._refs[reference.row] = None
+        if self._saves is not None:
+            self.graph.saved.eager_death_tick[reference.row] = self.tick()
 
     # -- where an operation comes from ------------------------------------------------------------------------------
 
     def _enter_module(self, module, args) -> None:
-        index = self._module_index.get(id(module))
+        index = known = self._module_index.get(id(module))
         if index is None:  # made during the step: belongs to whoever runs it
             index = self._module_stack[-1] if self._module_stack else 0
         self._module_stack.append(index)
+        if self._saves is not None and self._phase is Phase.FORWARD:
+            saved = self.graph.saved
+            self._open_calls.append(len(saved.call_module))
+            saved.call_module.append(-1 if known is None else known)
+            saved.call_ops.append([self.graph.num_ops, -1])
+            saved.call_saves.append([len(saved.value), -1])
+            saved.call_inputs.append(())
+
+    def _watch_inputs(self) -> list:
+        """Hooks on every module that note the storages of all its inputs, read or not: a checkpoint holds them."""
+        if self._saves is None:
+            return []
+
+        def note(module, args, kwargs):
+            if self._open_calls:
+                tensors = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is PhantomTensor]
+                rows = {self.graph.value_storage[self.value_of(tensor)] for tensor in tensors}
+                self.graph.saved.call_inputs[self._open_calls[-1]] = tuple(sorted(rows))
+
+        return [module.register_forward_pre_hook(note, with_kwargs=True) for module in self._root.modules()]
 
     def _leave_module(self, module, args, output) -> None:
         if self._module_stack:
             self._module_stack.pop()
+        if self._open_calls:
+            call = self._open_calls.pop()
+            self.graph.saved.call_ops[call][1] = self.graph.num_ops
+            self.graph.saved.call_saves[call][1] = len(self.graph.saved.value)
 
     def _where(self) -> tuple[int, int, int]:
         """(module, source line, forward operation or -1) of the operation that is running."""
@@ -275,12 +328,7 @@ class Recorder:
     def _recorded(self, argument):
         kind = type(argument)
         if kind is PhantomTensor:
-            value = argument.produced
-            row = argument.untyped_storage().__dict__.get("row")
-            # The storage may have been changed under the tensor: `parameter.data = ...`, as module.to(dtype) does.
-            if value is None or row is None or self.graph.value_storage[value] != row:
-                value = self._first_seen(argument)
-            return Value(value)
+            return Value(self.value_of(argument))
         if kind is int or kind is float or kind is bool or kind is str or argument is None:
             return argument
         if kind is list or kind is tuple:
@@ -315,6 +363,12 @@ class Recorder:
             if reference is not None:
                 self.graph.death[row] = self.graph.num_ops + 1
         self._refs.clear()  # without its reference a storage reports no death
+        if self._saves is not None:
+            saved, end = self.graph.saved, self.tick()
+            saved.eager_death_tick = [end if tick == _ALIVE else tick for tick in saved.eager_death_tick]
+            saved.eager_death = list(self.graph.death)
+            self._saves.close()
+            _hold_what_is_saved(self.graph)
 
     def finish(self) -> StepGraph:
         """The finished graph, categories settled."""
@@ -324,6 +378,17 @@ class Recorder:
         for row, birth in enumerate(graph.birth):
             graph.category[row] = self._marked.get(row, _category_of(graph, row, birth, forward_end, recompute_end))
         return graph
+
+
+def _hold_what_is_saved(graph: StepGraph) -> None:
+    """Put the plain step together: a storage lives as long as Python, a save or a backward operation holds it."""
+    saved = graph.saved
+    for value, released in zip(saved.value, saved.released):
+        row = graph.value_storage[value]
+        graph.death[row] = max(graph.death[row], released)
+    for save, death, _ in saved.ghosts:
+        row = graph.value_storage[saved.value[save]]
+        graph.death[row] = max(graph.death[row], death)
 
 
 def _category_of(graph: StepGraph, row: int, birth: int, forward_end: list[int], recompute_end: list[int]) -> Category:
@@ -434,6 +499,7 @@ def record_training_step(
     *,
     compute_loss: Callable[[torch.nn.Module, Any], torch.Tensor] = default_loss,
     iterations: int = 2,
+    decouple_saves: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> tuple[StepGraph, dict[str, int]]:
     """Record `iterations` steps: loss, backward, optimizer.step(), zero_grad(set_to_none=True).
@@ -445,7 +511,7 @@ def record_training_step(
     """
     move_to_phantom(model)
     batch = batch_to_phantom(batch)
-    recorder = Recorder(model)
+    recorder = Recorder(model, decouple_saves=decouple_saves)
     _load(recorder, model, batch)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 

@@ -33,6 +33,38 @@ class Symbol(str):
     __slots__ = ()
 
 
+@dataclass(kw_only=True, eq=False)
+class SavedTensors:
+    """What autograd saved, apart from what Python held: the step as gradient checkpointing needs to know it.
+
+    A step recorded with `decouple_saves` keeps no storage alive for backward's sake; instead a row here says when a
+    tensor was saved, read and released. Every event has a tick, so that events between two operations have an order.
+
+    Rows of saves: `value` (the tensor), `packed`, `unpacked`, `released` (operations recorded so far at each event)
+    with the ticks of each; unpacked is -1 for a tensor that backward never read.
+    Rows of module calls: `call_module`, `call_ops` (first operation, operation after the last), `call_saves` likewise,
+    `call_inputs` (the storages of all its arguments).
+    `op_tick` has a row an operation. `eager_death`, `eager_death_tick` have a row a storage: when the last reference
+    other than a save went. `ghosts` are the tensors that backward read in place of saved ones: (save, death, tick).
+    """
+
+    value: list[int] = field(default_factory=list)
+    packed: list[int] = field(default_factory=list)
+    packed_tick: list[int] = field(default_factory=list)
+    unpacked: list[int] = field(default_factory=list)
+    unpacked_tick: list[int] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
+    released_tick: list[int] = field(default_factory=list)
+    call_module: list[int] = field(default_factory=list)
+    call_ops: list[list[int]] = field(default_factory=list)
+    call_saves: list[list[int]] = field(default_factory=list)
+    call_inputs: list[tuple[int, ...]] = field(default_factory=list)
+    op_tick: list[int] = field(default_factory=list)
+    eager_death: list[int] = field(default_factory=list)
+    eager_death_tick: list[int] = field(default_factory=list)
+    ghosts: list[list[int]] = field(default_factory=list)
+
+
 # Names of operations that are not operators: how a tensor that exists before the step comes in.
 LOAD = "load"
 
@@ -80,6 +112,7 @@ class StepGraph:
     storage_value: list[int] = field(default_factory=list)
 
     load_names: dict[int, str] = field(default_factory=dict)
+    saved: SavedTensors | None = None
 
     @property
     def num_ops(self) -> int:

@@ -151,8 +151,8 @@ class PhantomTensor(torch.Tensor):
     """A tensor on the phantom GPU. `known` holds its real values when they are small and derived from known ones."""
 
     known: torch.Tensor | None = None
-    # (node, output) in the recorder's log that produced this tensor; None until an operator touches it.
-    produced: tuple[int, int] | None = None
+    # The row of the recorder's value columns that this tensor is; None until an operator touches it.
+    produced: int | None = None
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
