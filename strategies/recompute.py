@@ -25,8 +25,9 @@ from metapeak.tracer.liveness import Category, Liveness, Phase
 class Region:
     """One call of a checkpointed module: its operations [begin, end), its saves, and when backward wants it back.
 
-    `stop` is the operation before which the recompute ends; `wanted` (and its tick) the operation before which backward
-    first reads a save, None when it reads none; `over` (tick, operations recorded) when the last of its saves is released.
+    `stop` is the operation before which the recompute ends; `wanted` (and its tick) the operation before which
+    backward first reads a save, None when it reads none; `over` (tick, operations recorded) when the last of its saves
+    is released.
     """
 
     begin: int
@@ -94,7 +95,7 @@ def checkpointed(graph: StepGraph, regions: Iterable[Region]) -> Liveness:
     that wants them, marked as recompute.
     """
     regions = list(regions)
-    plain, holds, timeline = graph.liveness(), _Holds.of(graph), _Timeline(regions)
+    plain, holds, timeline = graph.liveness(), Holds.of(graph), _Timeline(regions)
     region_of_save = np.full(len(holds.save_row), -1, dtype=np.int64)
     region_begin = np.array([region.begin for region in regions], dtype=np.int64)
     for index, region in enumerate(regions):
@@ -104,21 +105,22 @@ def checkpointed(graph: StepGraph, regions: Iterable[Region]) -> Liveness:
     outside = region_of_save < 0
     if regions:
         outside |= plain.birth[holds.save_row] < region_begin[region_of_save]
-    death = _latest(holds.eager, holds.save_row[outside], holds.release[outside])
+    death = latest(holds.eager, holds.save_row[outside], holds.release[outside])
     of_ghost = outside[holds.ghost_save]
-    death = _latest(death, holds.save_row[holds.ghost_save[of_ghost]], holds.ghost[of_ghost])
+    death = latest(death, holds.save_row[holds.ghost_save[of_ghost]], holds.ghost[of_ghost])
     for region in regions:
         inputs = np.array(region.inputs, dtype=np.int64)
-        death = _latest(death, inputs, np.tile(region.over, (len(inputs), 1)))
+        death = latest(death, inputs, np.tile(region.over, (len(inputs), 1)))
     rows = [np.arange(len(plain.birth))]
     births = [plain.birth + timeline.shift(holds.op_tick[plain.birth])]
     deaths = [death[:, 1] + timeline.shift(death[:, 0])]
     for region in regions:
         if region.length:
-            row, birth, death = _recomputed(plain, holds, region, timeline)
-            rows.append(row)
-            births.append(birth)
-            deaths.append(death)
+            copies, start = recomputed(plain, holds, region), timeline.start(region)
+            moved = copies.after[:, 1] + timeline.shift(copies.after[:, 0])
+            rows.append(copies.row)
+            births.append(start + copies.birth)
+            deaths.append(np.where(copies.lives_on, np.maximum(start + copies.death, moved), start + copies.death))
 
     row = np.concatenate(rows)
     liveness = replace(
@@ -151,7 +153,7 @@ class _Timeline:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Holds:
+class Holds:
     """Who holds which storage until when; every `until` is (tick, operations recorded by then), so the latest wins.
 
     `eager` [storages, 2]: Python's last reference. `save_row` [saves]: the storage of each save; `release` [saves, 2];
@@ -167,7 +169,7 @@ class _Holds:
     op_tick: np.ndarray
 
     @classmethod
-    def of(cls, graph: StepGraph) -> _Holds:
+    def of(cls, graph: StepGraph) -> Holds:
         saved = graph.saved
         ghosts = np.array(saved.ghosts, dtype=np.int64).reshape(-1, 3)
         value_storage = np.array(graph.value_storage, dtype=np.int64)
@@ -182,7 +184,7 @@ class _Holds:
         )
 
 
-def _latest(death: np.ndarray, rows: np.ndarray, until: np.ndarray) -> np.ndarray:
+def latest(death: np.ndarray, rows: np.ndarray, until: np.ndarray) -> np.ndarray:
     """`death` with each of `rows` held until the given (tick, operations) if that is later."""
     death = death.copy()
     order = np.argsort(until[:, 0], kind="stable")
@@ -192,29 +194,43 @@ def _latest(death: np.ndarray, rows: np.ndarray, until: np.ndarray) -> np.ndarra
     return death
 
 
-def _recomputed(plain: Liveness, holds: _Holds, region: Region, timeline: _Timeline):
-    """(storages that the recompute makes again, their new births, their new deaths)."""
-    start = timeline.start(region)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Copies:
+    """The storages that a recompute makes again: `row` (of the plain step), `birth` and `death` counted in operations
+    from the start of the recompute (death at most its length), and `after` (tick, operations recorded) until when
+    backward holds those that it wants; (-1, -1) for the others.
+    """
+
+    row: np.ndarray
+    birth: np.ndarray
+    death: np.ndarray
+    after: np.ndarray
+
+    @property
+    def lives_on(self) -> np.ndarray:
+        return self.after[:, 0] >= 0
+
+
+def recomputed(plain: Liveness, holds: Holds, region: Region) -> Copies:
+    """What the recompute of a region makes again."""
     rows = np.flatnonzero((region.begin <= plain.birth) & (plain.birth < region.stop))
     position = np.full(len(plain.birth), -1, dtype=np.int64)
     position[rows] = np.arange(len(rows))
     # At the early stop everything that Python still holds goes.
     inside = holds.eager[rows, 0] < region.stop_tick
-    death = np.where(inside, start + holds.eager[rows, 1] - region.begin, start + region.length)
+    death = np.where(inside, holds.eager[rows, 1] - region.begin, region.length)
 
+    after = np.full((len(rows), 2), -1, dtype=np.int64)
     saves = np.arange(region.saves.start, region.saves.stop)
     # A recomputed tensor leaves the checkpoint's hands when backward reads it, before the node is released; one that
     # backward does not read stays until then.
     unread = saves[~holds.was_read[saves]]
     ghosts = np.flatnonzero((holds.ghost_save >= region.saves.start) & (holds.ghost_save < region.saves.stop))
-    for storages, until in (
-        (holds.save_row[unread], holds.release[unread]),
-        (holds.save_row[holds.ghost_save[ghosts]], holds.ghost[ghosts]),
-    ):
-        made_again = position[storages] >= 0
-        moved = until[:, 1] + timeline.shift(until[:, 0])
-        np.maximum.at(death, position[storages[made_again]], moved[made_again])
-    return rows, start + plain.birth[rows] - region.begin, death
+    storages = np.concatenate([holds.save_row[unread], holds.save_row[holds.ghost_save[ghosts]]])
+    until = np.concatenate([holds.release[unread], holds.ghost[ghosts]])
+    held = (position[storages] >= 0) & (until[:, 0] > region.wanted_tick)
+    after = latest(after, position[storages[held]], until[held])
+    return Copies(row=rows, birth=plain.birth[rows] - region.begin, death=death, after=after)
 
 
 def _with_operations(plain: Liveness, regions: list[Region], timeline: _Timeline) -> Liveness:
