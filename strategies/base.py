@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
+    from metapeak.tracer.graph import StepGraph
     from metapeak.tracer.liveness import Liveness
     from metapeak.tracer.models import ResolvedModel
     from metapeak.tracer.spec import StepSpec
@@ -18,16 +19,19 @@ class Strategy(Protocol):
 
     `check` refuses impossible combinations before the trace (raises InputError with the rule). `prepare` changes the
     real module on meta before the trace, with the real library. `rewrite` changes the liveness of one rank after the
-    trace. `assumptions` are sentences that every report prints. A strategy computes no total and prints nothing.
+    trace; the graph it came from is there to be read.
+    `assumptions` are sentences that every report prints. A strategy computes no total and prints nothing.
     """
 
     name: str
+    # Whether `rewrite` wants a graph recorded with `decouple_saves` (see tracer/saved_tensors.py).
+    needs_saves: bool
 
     def check(self, model: ResolvedModel, step: StepSpec) -> None: ...
 
     def prepare(self, module: torch.nn.Module) -> None: ...
 
-    def rewrite(self, liveness: Liveness) -> Liveness: ...
+    def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness: ...
 
     def assumptions(self) -> tuple[str, ...]: ...
 
@@ -36,6 +40,7 @@ class NoOpStrategy:
     """A strategy that does nothing at any door; others override the doors that they use."""
 
     name = "none"
+    needs_saves = False
 
     def check(self, model: ResolvedModel, step: StepSpec) -> None:
         pass
@@ -43,7 +48,7 @@ class NoOpStrategy:
     def prepare(self, module: torch.nn.Module) -> None:
         pass
 
-    def rewrite(self, liveness: Liveness) -> Liveness:
+    def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness:
         return liveness
 
     def assumptions(self) -> tuple[str, ...]:

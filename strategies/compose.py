@@ -86,6 +86,7 @@ def simulate(
             optimizer_maker(step.optimizer),
             compute_loss=built.compute_loss or default_loss,
             iterations=step.iterations,
+            decouple_saves=any(strategy.needs_saves for strategy in strategies),
             progress=progress,
         )
     seconds["trace"] = time.perf_counter() - started
@@ -93,7 +94,7 @@ def simulate(
     started = time.perf_counter()
     liveness = graph.liveness()
     for strategy in strategies:
-        liveness = strategy.rewrite(liveness)
+        liveness = strategy.rewrite(liveness, graph)
     # Workspaces last: they depend on which products the rewritten step runs first.
     liveness = with_cublas_workspaces(liveness, capability)
     liveness.lint()

@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves
 
 from metapeak.tracer import attention, composites, phantom_ops  # noqa: F401  (they register their operators)
+from metapeak.tracer.blocks import block_names
 from metapeak.tracer.errors import InputError, MetapeakError, TraceError
 from metapeak.tracer.graph import LOAD, SavedTensors, StepGraph, Symbol, Value
 from metapeak.tracer.liveness import Category, Phase
@@ -103,6 +104,7 @@ class Recorder:
             self._module_index[id(module)] = len(names)
             names.append(name)
             classes.append(type(module).__name__)
+        self.graph.block_names = block_names(self._root)
 
     def load(self, tensor: PhantomTensor, name: str, category: Category, module: torch.nn.Module | None = None) -> None:
         """Register a tensor that exists before the step. Tied tensors and views of one storage count once."""
@@ -188,7 +190,8 @@ class Recorder:
         recorded_kwargs = {name: self._recorded(value) for name, value in kwargs.items()} if kwargs else kwargs
         node = self._append_node(func, recorded_args, recorded_kwargs, module, source)
         for position, output in enumerate(outputs):
-            self._append_value(node, position, output)
+            if output is not None:
+                self._append_value(node, position, output)
         if self._phase is Phase.FORWARD or self._module_stack:
             sequence = _next_sequence_number()
             for number in range(self._last_sequence, sequence):

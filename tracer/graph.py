@@ -84,6 +84,7 @@ class StepGraph:
     op_names: list[str] = field(default_factory=list)
     module_names: list[str] = field(default_factory=list)
     module_classes: list[str] = field(default_factory=list)
+    block_names: list[str] = field(default_factory=list)
     source_names: list[str] = field(default_factory=list)
     dtype_names: list[str] = field(default_factory=list)
 

@@ -262,8 +262,9 @@ class _Uncacheable(Exception):
 class PhantomMode(TorchDispatchMode):
     """Answers every operator of the program that runs inside it.
 
-    `observer.record(func, args, kwargs, outputs)` is called after each operator on phantom tensors, with `outputs` the
-    flat list of phantom tensors that it returned. `observer.location()` gives (op_index, module) for messages.
+    `observer.record(func, args, kwargs, outputs)` is called after each operator on phantom tensors, with `outputs` a
+    list of its results in order: phantom tensors, None for others. `observer.location()` gives (op_index, module) for
+    messages.
     """
 
     def __init__(self, observer):
@@ -376,10 +377,10 @@ class PhantomMode(TorchDispatchMode):
     def _observe(self, func, args, kwargs, outputs):
         if type(outputs) is PhantomTensor:
             self.observer.record(func, args, kwargs, [outputs])
+        elif isinstance(outputs, (list, tuple)):
+            self.observer.record(func, args, kwargs, _positions(outputs))
         else:
-            flat: list[PhantomTensor] = []
-            _flatten_phantoms(outputs, flat)
-            self.observer.record(func, args, kwargs, flat)
+            self.observer.record(func, args, kwargs, [])
 
     # -- known values, see Note [Known values] --------------------------------------------------------------------
 
@@ -563,6 +564,13 @@ def _contains(value, sentinel) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_contains(item, sentinel) for item in value)
     return isinstance(value, dict) and any(_contains(item, sentinel) for item in value.values())
+
+
+def _positions(outputs):
+    """The results in their places: a phantom tensor, or None for what is none; a single list is its items."""
+    if len(outputs) == 1 and isinstance(outputs[0], (list, tuple)):
+        outputs = outputs[0]
+    return [output if type(output) is PhantomTensor else None for output in outputs]
 
 
 def _flatten_phantoms(value, into):

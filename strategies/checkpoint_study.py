@@ -1,0 +1,240 @@
+"""Policies compared, layers weighed, the best plan under a budget: one trace answers all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from metapeak.strategies.checkpoint_planner import least_peak, least_recompute
+from metapeak.strategies.checkpoint_table import CheckpointTable, checkpoint_table
+from metapeak.strategies.compose import compute_capability_of, simulate
+from metapeak.strategies.gradient_checkpointing import EveryBlock, EveryNth, GradientCheckpointing, Nothing, Policy
+from metapeak.strategies.recompute import Region, checkpointed, regions_of
+from metapeak.tracer.errors import InputError
+from metapeak.tracer.flops import operation_flops
+from metapeak.tracer.gpus import Gpu
+from metapeak.tracer.graph import StepGraph
+from metapeak.tracer.kernels import with_cublas_workspaces
+from metapeak.tracer.liveness import Category, Liveness, Phase
+from metapeak.tracer.simulation import CONTEXT_BYTES_RANGE, RankResult, Simulation
+from metapeak.tracer.spec import ModelSpec, StepSpec
+
+# How far the 512-byte rounding of every live storage may lift allocated over requested before a plan is solved again.
+_SOLVER_ROUNDS = 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PolicyResult:
+    """One policy: its rank (peak, phases, liveness), what is saved for backward at the end of the steady forward, the
+    FLOPs of its recompute in one iteration and their share of the plain step's.
+    """
+
+    policy: str
+    modules: tuple[str, ...]
+    rank: RankResult
+    saved_bytes: int
+    recompute_flops: int
+    extra_flops_percent: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerResult:
+    """One block in one iteration: what it saves for backward, what stays if it is checkpointed, what running it again
+    costs.
+    """
+
+    layer: str
+    kind: str
+    saved_bytes: int
+    kept_bytes_if_checkpointed: int
+    recompute_flops: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """The policy with the least recompute whose peak stays under a budget."""
+
+    budget_bytes: int
+    result: PolicyResult
+
+    def record(self, model_id: str) -> dict:
+        """What a plan file holds, for `apply_checkpoint_plan`."""
+        return {
+            "model": model_id,
+            "checkpointed": list(self.result.modules),
+            "budget_bytes": self.budget_bytes,
+            "peak_bytes": self.result.rank.allocated_bytes,
+            "extra_flops_percent": self.result.extra_flops_percent,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CheckpointStudy:
+    """The answer of `metapeak checkpointing`. `frontier` holds policies no other one beats in both peak and recompute,
+    cheapest recompute first. `simulation` is the plain step's.
+    """
+
+    simulation: Simulation
+    policies: tuple[PolicyResult, ...]
+    layers: tuple[LayerResult, ...]
+    frontier: tuple[PolicyResult, ...]
+    plan: Plan | None
+
+
+def study_checkpointing(
+    model: str | ModelSpec,
+    step: StepSpec | None = None,
+    policies: Sequence[Policy] = (),
+    *,
+    budget_bytes: int | None = None,
+    gpu: Gpu | None = None,
+    options=None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> CheckpointStudy:
+    """Compare policies (default: none, full, every second and fourth block, and `policies`) on one traced step.
+
+    `budget_bytes`, or else the GPU's usable memory less a CUDA context, asks for the plan. Raises InputError when no
+    plan stays under the budget, with the least peak that one can reach and what holds it; and what `simulate` raises.
+    """
+    strategy = GradientCheckpointing(policy=Nothing())
+    simulation = simulate(model, step, [strategy], gpu=gpu, options=options, progress=progress)
+    progress("comparing policies")
+    judge = _Judge(simulation.graph, compute_capability_of(gpu))
+    compared = [Nothing(), EveryBlock(), EveryNth(2), EveryNth(4), *policies]
+    results = {policy.name: judge.policy(policy.name, policy.modules(judge.graph)) for policy in compared}
+    candidates = judge.candidates(EveryBlock().modules(judge.graph))
+    table = checkpoint_table(judge.graph, candidates)
+    budget = budget_bytes if budget_bytes is not None else (gpu.usable_bytes - CONTEXT_BYTES_RANGE[1] if gpu else None)
+    progress("solving for the best plan")
+    frontier = _frontier([*results.values(), *judge.steps_between(candidates, table)])
+    return CheckpointStudy(
+        simulation=simulation,
+        policies=tuple(results.values()),
+        layers=tuple(judge.layers(candidates)),
+        frontier=frontier,
+        plan=None if budget is None else judge.plan(candidates, table, budget),
+    )
+
+
+class _Judge:
+    """Scores sets of modules on one recorded step."""
+
+    def __init__(self, graph: StepGraph, compute_capability: tuple[int, int]):
+        self.graph = graph
+        self.flops = operation_flops(graph)
+        self._capability = compute_capability
+        self._plain = graph.liveness()
+        self._last = int(self._plain.op_iteration.max())
+        self._step_flops = int(self.flops[self._plain.op_iteration == self._last].sum())
+
+    def candidates(self, modules: Sequence[str]) -> list[tuple[str, list[Region]]]:
+        """(module, its regions) for the modules that save anything."""
+        regions = [(name, regions_of(self.graph, [name])) for name in modules]
+        return [(name, members) for name, members in regions if members]
+
+    def policy(self, name: str, modules: Sequence[str]) -> PolicyResult:
+        regions = regions_of(self.graph, modules)
+        liveness = with_cublas_workspaces(checkpointed(self.graph, regions), self._capability)
+        again = self.cost(regions)
+        return PolicyResult(
+            policy=name,
+            modules=tuple(modules),
+            rank=RankResult(rank=0, count=1, coordinates={}, liveness=liveness),
+            saved_bytes=saved_bytes(liveness),
+            recompute_flops=again,
+            extra_flops_percent=100 * again / max(self._step_flops, 1),
+        )
+
+    def cost(self, regions: Sequence[Region]) -> int:
+        """FLOPs of recomputing these regions in the last iteration."""
+        return sum(
+            int(self.flops[region.begin : region.stop].sum())
+            for region in regions
+            if region.length and self._plain.op_iteration[region.begin] == self._last
+        )
+
+    def layers(self, candidates) -> list[LayerResult]:
+        plain_saved, rows = saved_bytes(self._plain), []
+        for name, regions in candidates:
+            own = self._saved_by(regions[-1])
+            less = plain_saved - saved_bytes(checkpointed(self.graph, regions))
+            rows.append(
+                LayerResult(
+                    layer=name,
+                    kind=self.graph.module_classes[self.graph.module_names.index(name)],
+                    saved_bytes=own,
+                    kept_bytes_if_checkpointed=own - less,
+                    recompute_flops=self.cost(regions),
+                )
+            )
+        return rows
+
+    def _saved_by(self, region: Region) -> int:
+        """Bytes of storages that the region's saves hold at the end of forward, parameters and buffers not counted."""
+        saved, plain = self.graph.saved, self._plain
+        rows = {self.graph.value_storage[saved.value[save]] for save in region.saves}
+        made = [row for row in rows if plain.category[row] in (Category.ACTIVATION, Category.TEMPORARY)]
+        return int(sum(plain.nbytes[row] for row in made))
+
+    def steps_between(self, candidates, table: CheckpointTable, count: int = 12) -> list[PolicyResult]:
+        """Least-recompute plans for budgets between the lowest and the plain peak."""
+        if not candidates:
+            return []
+        costs = self._costs(candidates)
+        lowest, highest = table.peaks(np.stack([least_peak(table), np.zeros(len(candidates), dtype=bool)]))
+        found = {}
+        for budget in np.linspace(lowest, highest, count).astype(np.int64):
+            chosen = least_recompute(table, costs, int(budget))
+            if chosen is not None:
+                found[chosen.tobytes()] = chosen
+        return [self._chosen(candidates, chosen) for chosen in found.values()]
+
+    def plan(self, candidates, table: CheckpointTable, budget_bytes: int) -> Plan:
+        costs = self._costs(candidates)
+        allowed = budget_bytes
+        for _ in range(_SOLVER_ROUNDS):
+            chosen = least_recompute(table, costs, allowed) if candidates else None
+            result = self._chosen(candidates, chosen) if chosen is not None else None
+            if result is not None and result.rank.allocated_bytes <= budget_bytes:
+                return Plan(budget_bytes=budget_bytes, result=result)
+            if result is None:
+                break
+            # Workspaces and rounding to blocks are not in the table: leave room for them and solve again.
+            allowed -= result.rank.allocated_bytes - budget_bytes
+        raise self._out_of_reach(candidates, table, budget_bytes)
+
+    def _out_of_reach(self, candidates, table: CheckpointTable, budget_bytes: int) -> InputError:
+        best = self._chosen(candidates, least_peak(table)) if candidates else self.policy("none", [])
+        at = best.rank.peak_at
+        holds = sorted(best.rank.breakdown.items(), key=lambda item: -item[1])[:3]
+        largest = ", ".join(f"{category.name.lower().replace('_', ' ')} {nbytes:,} B" for category, nbytes in holds)
+        return InputError(
+            f"No checkpointing plan stays under {budget_bytes:,} bytes: the least reachable peak is "
+            f"{best.rank.allocated_bytes:,} bytes, at {at.phase} {at.op}, held by {largest}."
+        )
+
+    def _chosen(self, candidates, chosen: np.ndarray) -> PolicyResult:
+        modules = [name for (name, _), take in zip(candidates, chosen) if take]
+        return self.policy(f"{len(modules)} of {len(candidates)} blocks", modules)
+
+    def _costs(self, candidates) -> np.ndarray:
+        return np.array([self.cost(regions) for _, regions in candidates], dtype=np.float64)
+
+
+def saved_bytes(liveness: Liveness) -> int:
+    """Activations alive at the end of the last iteration's forward, in bytes."""
+    forward = (liveness.op_phase == Phase.FORWARD) & (liveness.op_iteration == liveness.op_iteration.max())
+    end = int(np.flatnonzero(forward)[-1]) + 1
+    kept = (liveness.birth < end) & (liveness.death > end) & (liveness.category == Category.ACTIVATION)
+    return int(liveness.nbytes[kept].sum())
+
+
+def _frontier(results: Sequence[PolicyResult]) -> tuple[PolicyResult, ...]:
+    """Results that no other beats in both peak and recompute, least recompute first."""
+    kept: list[PolicyResult] = []
+    for result in sorted(results, key=lambda result: (result.recompute_flops, result.rank.allocated_bytes)):
+        if not kept or result.rank.allocated_bytes < kept[-1].rank.allocated_bytes:
+            kept.append(result)
+    return tuple(kept)
