@@ -40,8 +40,7 @@ class Estimate:
         from metapeak.strategies import simulate
         from metapeak.tracer.simulation import Verdict
 
-        # Remarks of transformers on a config (token ids, loss types) are for those who run the model.
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        quiet_transformers()
         options = resolve_options(arguments)
         gpu = gpu_of(options)
         if arguments.require_fit and gpu is None:
@@ -71,6 +70,75 @@ class Estimate:
                 print(f"wrote {target}", file=sys.stderr)
         if arguments.require_fit and simulation.fit.verdict is not Verdict.FITS:
             return BORDERLINE if simulation.fit.verdict is Verdict.BORDERLINE else DOES_NOT_FIT
+        return DONE
+
+
+class Checkpointing:
+    """`metapeak checkpointing MODEL`: policies compared, layer by layer; the best plan under a budget."""
+
+    name = "checkpointing"
+    help = "gradient checkpointing policies compared, layer by layer; the best plan under a budget"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        from metapeak.reports.options import add_to_parser
+
+        parser.add_argument("model", metavar="MODEL", help="Hugging Face id, folder, config.json or file.py:function")
+        add_to_parser(parser)
+        output = parser.add_argument_group("plan and output")
+        output.add_argument("--budget", metavar="SIZE", help="find the plan with the least recompute under 24GiB, say")
+        output.add_argument("--plan", metavar="FILE", help="write the plan, for apply_checkpoint_plan")
+        output.add_argument("--verify", action="store_true", help="trace every policy anew with torch.utils.checkpoint")
+        output.add_argument("--json", metavar="FILE", help="write the result as JSON; - is stdout, alone")
+        output.add_argument("--force", action="store_true", help="replace files that exist")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from metapeak.reports.checkpointing import print_study, study_record
+        from metapeak.reports.files import check_writable, write_whole
+        from metapeak.reports.options import gpu_of, memory_of, model_spec, resolve_options, step_spec
+        from metapeak.reports.progress import Progress
+        from metapeak.strategies.checkpoint_study import study_checkpointing, verify
+        from metapeak.strategies.gradient_checkpointing import Nothing, parse_policy
+
+        quiet_transformers()
+        options = resolve_options(arguments)
+        gpu = gpu_of(options)
+        budget = memory_of(arguments.budget) if arguments.budget else None
+        if arguments.plan and budget is None and gpu is None:
+            raise InputError("--plan needs --budget, --gpu or --gpu-memory to plan for.")
+        asked = parse_policy(options["checkpointing"].value)
+        targets = {
+            name: check_writable(path, force=arguments.force)
+            for name, path in (("json", arguments.json), ("plan", arguments.plan))
+            if path not in (None, "-")
+        }
+        model, step = model_spec(arguments.model, options), step_spec(options)
+        with Progress() as progress:
+            study = study_checkpointing(
+                model,
+                step,
+                [] if isinstance(asked, Nothing) else [asked],
+                budget_bytes=budget,
+                gpu=gpu,
+                options=options,
+                progress=progress,
+            )
+            verified = None
+            if arguments.verify:
+                verified = {
+                    result.policy: verify(result, model, step, gpu=gpu, progress=progress) for result in study.policies
+                }
+        if arguments.json is None:
+            print_study(study, make_console(), verified)
+        else:
+            text = json.dumps(study_record(study, verified), indent=2) + "\n"
+            if "json" in targets:
+                write_whole(targets["json"], text)
+                print(f"wrote {targets['json']}", file=sys.stderr)
+            else:
+                sys.stdout.write(text)
+        if "plan" in targets:
+            write_whole(targets["plan"], json.dumps(study.plan.record(study.simulation.model.id), indent=2) + "\n")
+            print(f"wrote {targets['plan']}", file=sys.stderr)
         return DONE
 
 
@@ -114,7 +182,12 @@ class Gpus:
         return DONE
 
 
-COMMANDS = (Estimate(), Models(), Gpus())
+COMMANDS = (Estimate(), Checkpointing(), Models(), Gpus())
+
+
+def quiet_transformers() -> None:
+    """Remarks of transformers on a config (token ids, loss types) are for those who run the model."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def make_console():

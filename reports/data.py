@@ -25,20 +25,11 @@ CATEGORY_NAMES = {
 
 def record_of(simulation: Simulation) -> dict[str, Any]:
     """The record: plain dictionaries, lists, strings, integers; bytes are integers. Unmodelled numbers are None."""
-    model, how = simulation.model, simulation.how
+    how = simulation.how
     return {
         "schema_version": SCHEMA_VERSION,
-        "model": {
-            "id": model.id,
-            "source": model.source,
-            "architecture": model.architecture,
-            "parameters": model.parameters,
-            "trainable_parameters": model.trainable_parameters,
-            "parameter_bytes": model.parameter_bytes,
-        },
-        "options": {
-            name: {"value": option.value, "from": option.origin} for name, option in simulation.options.items()
-        },
+        "model": model_record(simulation),
+        "options": options_record(simulation),
         "how": {
             "traced": True,
             "torch": how.torch,
@@ -50,6 +41,22 @@ def record_of(simulation: Simulation) -> dict[str, Any]:
         "ranks": [_rank(rank) for rank in simulation.ranks],
         "fit": _fit(simulation),
     }
+
+
+def model_record(simulation: Simulation) -> dict[str, Any]:
+    model = simulation.model
+    return {
+        "id": model.id,
+        "source": model.source,
+        "architecture": model.architecture,
+        "parameters": model.parameters,
+        "trainable_parameters": model.trainable_parameters,
+        "parameter_bytes": model.parameter_bytes,
+    }
+
+
+def options_record(simulation: Simulation) -> dict[str, Any]:
+    return {name: {"value": option.value, "from": option.origin} for name, option in simulation.options.items()}
 
 
 def _rank(rank: RankResult) -> dict[str, Any]:

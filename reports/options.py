@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from metapeak.strategies.attention import ATTENTION
-from metapeak.strategies.gradient_checkpointing import POLICIES
+from metapeak.strategies.gradient_checkpointing import parse_policy, strategy_for
 from metapeak.strategies.optimizer import IMPLEMENTATIONS, OPTIMIZERS
 from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.gpus import Gpu, find_gpu, gpu_of_memory
@@ -48,7 +48,10 @@ SETTINGS = (
         name="implementation", kind=str, default="foreach", help="of the optimizer; CUDA's default is foreach",
         choices=IMPLEMENTATIONS,
     ),
-    Setting(name="checkpointing", kind=str, default="none", help="gradient checkpointing", choices=tuple(POLICIES)),
+    Setting(
+        name="checkpointing", kind=str, default="none",
+        help="none, full, every:N, layers:0-15,20 or modules:PATTERN[,PATTERN]; default none",
+    ),
     Setting(
         name="attention", kind=str, default=None, help="default: as CUDA would choose for the GPU",
         choices=tuple(ATTENTION),
@@ -155,8 +158,14 @@ def step_spec(options: Mapping[str, Option]) -> StepSpec:
 
 
 def strategies_of(options: Mapping[str, Option]) -> list:
-    policy = POLICIES[options["checkpointing"].value]
-    return [policy] if policy is not None else []
+    """The strategies that the options ask for. Raises InputError for a policy that does not exist."""
+    strategy = strategy_for(parse_policy(options["checkpointing"].value))
+    return [strategy] if strategy is not None else []
+
+
+def memory_of(text: str) -> int:
+    """Bytes of a size as 24GiB, 80GB or 24564MiB. Raises InputError."""
+    return gpu_of_memory(text).usable_bytes
 
 
 def gpu_of(options: Mapping[str, Option]) -> Gpu | None:

@@ -33,17 +33,17 @@ NARROW = 100
 def print_summary(simulation: Simulation, console: Console) -> None:
     """Print the report of one estimate."""
     rank = simulation.worst
-    _head(simulation, rank, console)
+    print_head(simulation, rank, console)
     _verdict(simulation, rank, console)
     _peak(rank, console)
     _phases(rank, console)
     _largest(rank, console)
     _modules(rank, console)
-    _sentences("Assumed", simulation.how.assumptions, console)
-    _sentences("Not modelled", simulation.how.not_modelled, console)
+    print_sentences("Assumed", simulation.how.assumptions, console)
+    print_sentences("Not modelled", simulation.how.not_modelled, console)
 
 
-def _head(simulation: Simulation, rank: RankResult, console: Console) -> None:
+def print_head(simulation: Simulation, rank: RankResult, console: Console) -> None:
     model, how = simulation.model, simulation.how
     ours = sum(seconds for stage, seconds in how.seconds.items() if stage != "import")
     console.print(
@@ -201,7 +201,7 @@ def _modules(rank: RankResult, console: Console) -> None:
     console.print(table)
 
 
-def _sentences(title: str, sentences: Iterable[str], console: Console) -> None:
+def print_sentences(title: str, sentences: Iterable[str], console: Console) -> None:
     sentences = list(sentences)
     if sentences:
         console.print()

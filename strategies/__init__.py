@@ -5,6 +5,20 @@ from metapeak.strategies import simulate
 
 from metapeak.strategies.base import Strategy
 from metapeak.strategies.compose import simulate
-from metapeak.strategies.gradient_checkpointing import CheckpointEveryBlock
+from metapeak.strategies.gradient_checkpointing import (
+    CheckpointEveryBlock,
+    CheckpointModules,
+    GradientCheckpointing,
+    apply_checkpoint_plan,
+    parse_policy,
+)
 
-__all__ = ["CheckpointEveryBlock", "Strategy", "simulate"]
+__all__ = [
+    "CheckpointEveryBlock",
+    "CheckpointModules",
+    "GradientCheckpointing",
+    "Strategy",
+    "apply_checkpoint_plan",
+    "parse_policy",
+    "simulate",
+]

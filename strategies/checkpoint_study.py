@@ -10,7 +10,14 @@ import numpy as np
 from metapeak.strategies.checkpoint_planner import least_peak, least_recompute
 from metapeak.strategies.checkpoint_table import CheckpointTable, checkpoint_table
 from metapeak.strategies.compose import compute_capability_of, simulate
-from metapeak.strategies.gradient_checkpointing import EveryBlock, EveryNth, GradientCheckpointing, Nothing, Policy
+from metapeak.strategies.gradient_checkpointing import (
+    CheckpointModules,
+    EveryBlock,
+    EveryNth,
+    GradientCheckpointing,
+    Nothing,
+    Policy,
+)
 from metapeak.strategies.recompute import Region, checkpointed, regions_of
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.flops import operation_flops
@@ -221,6 +228,19 @@ class _Judge:
 
     def _costs(self, candidates) -> np.ndarray:
         return np.array([self.cost(regions) for _, regions in candidates], dtype=np.float64)
+
+
+def verify(
+    result: PolicyResult,
+    model: str | ModelSpec,
+    step: StepSpec | None = None,
+    *,
+    gpu: Gpu | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> RankResult:
+    """The policy with the real torch.utils.checkpoint around its modules, traced anew: the oracle of the rewrite."""
+    progress(f"verifying {result.policy}")
+    return simulate(model, step, [CheckpointModules(modules=result.modules)], gpu=gpu, progress=progress).worst
 
 
 def saved_bytes(liveness: Liveness) -> int:

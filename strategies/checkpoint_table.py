@@ -81,7 +81,8 @@ def checkpoint_table(graph: StepGraph, candidates: Sequence[tuple[str, Sequence[
             local.add(copies.birth, np.where(on, region.length, copies.death), sizes)
             locals_of.append((candidate, int(np.searchsorted(ticks, region.wanted_tick)), local.values()))
 
-    live, change = base.values(), np.array([curve.values() for curve in changes]).reshape(len(candidates), -1)
+    live = base.values()
+    change = np.array([curve.values() for curve in changes]).reshape(len(candidates), len(live))
     operations = np.searchsorted(ticks, holds.op_tick)
     columns = [(live[operations], change[:, operations], np.full(len(operations), -1))]
     columns += [
