@@ -74,9 +74,7 @@ def print_study(study: CheckpointStudy, console: Console, verified: dict[str, Ra
     console.print()
     console.print(_layers(study.layers))
     console.print()
-    console.print(
-        _policies("Best that can be had: no other plan has a lower peak for less recompute", study.frontier, None)
-    )
+    console.print(_policies("Pareto frontier: no plan has a lower peak for less recompute", study.frontier, None))
     if study.plan is not None:
         _plan(study, console)
     print_sentences("Assumed", study.simulation.how.assumptions, console)

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import metapeak.reports
 import metapeak.strategies
@@ -37,7 +38,7 @@ def test_readme_names_only_flags_that_exist():
     parser = build_parser()
     commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction)).choices
     flags = {flag for command in commands.values() for action in command._actions for flag in action.option_strings}
-    named = set(re.findall(r"--[a-z][a-z-]+", README))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
     assert named <= flags
 
 
@@ -46,15 +47,21 @@ def test_readme_has_the_two_commands_that_set_all_up():
     assert "pip install '.[test]' && pytest" in README
 
 
-def test_readme_python_runs(tmp_path, capsys):
+def test_readme_python_runs(tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 2
-    job, api = blocks
+    assert len(blocks) == 3
+    job, api, apply = blocks
     path = tmp_path / "mine.py"
     path.write_text(job)
     from metapeak.strategies import simulate
 
     assert simulate(f"{path}:job").model.parameters == 1024 * 4096 + 4096 + 4096 * 10 + 10
     exec(compile(api.replace("Qwen/Qwen3-8B", "openai-community/gpt2").replace("4096", "64"), "README", "exec"), {})
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    before = model[0].forward
+    (tmp_path / "plan.json").write_text('{"checkpointed": ["0"]}')
+    monkeypatch.chdir(tmp_path)
+    exec(compile(apply, "README", "exec"), {"model": model})
+    assert model[0].forward != before and "forward" not in vars(model[1])
     printed = capsys.readouterr().out
     assert "peak" not in printed and "torch.ops.aten.embedding.default" in printed

@@ -235,6 +235,9 @@ class Recorder:
             graph.category.append(_ALIVE)
             graph.owner.append(graph.module[node])
             graph.storage_value.append(value)
+        elif graph.nbytes[row] == 0 and storage.nbytes():
+            # An `out=` argument that came empty: the operator allocates it now.
+            graph.nbytes[row], graph.birth[row], graph.storage_value[row] = storage.nbytes(), node, value
         dtype = tensor.dtype
         dtype_index = self._dtype_index.get(dtype)
         if dtype_index is None:

@@ -13,7 +13,8 @@ from metapeak.tracer.liveness import Category, Liveness, Phase
 DEFAULT_COMPUTE_CAPABILITY = (8, 0)
 
 NOT_MODELLED = (
-    "workspaces inside kernels other than cuBLAS (attention backward, embedding backward, convolution, reductions)",
+    "workspaces inside kernels other than cuBLAS (attention backward, embedding backward, convolution, reductions, "
+    "indexing with masks)",
     "reserved memory: fragmentation and segments of the caching allocator",
     "device overheads: CUDA context, communicators",
 )

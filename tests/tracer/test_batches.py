@@ -90,8 +90,8 @@ def llava_next():
 def mllama():
     vision = {
         "hidden_size": 16, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2,
-        "intermediate_size": 16, "image_size": 32, "patch_size": 8, "vision_output_dim": 32, "intermediate_layers_indices": [0],
-        "max_num_tiles": 4,
+        "intermediate_size": 16, "image_size": 32, "patch_size": 8, "vision_output_dim": 32,
+        "intermediate_layers_indices": [0], "max_num_tiles": 4,
     }  # fmt: skip
     text = {**TEXT, "num_hidden_layers": 2, "num_key_value_heads": 1, "cross_attention_layers": [1], "pad_token_id": 0}
     return hf.MllamaForConditionalGeneration(

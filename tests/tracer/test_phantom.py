@@ -120,6 +120,27 @@ def test_composite_operators_are_fused_as_on_cuda(mode, run, op, decomposed):
     assert decomposed not in mode.observer.names
 
 
+def test_an_out_argument_that_comes_empty_is_allocated_by_its_operator():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.empty(4, 8))
+
+        def forward(self):
+            sums = torch.empty(0, device=self.weight.device)
+            torch.sum(self.weight.detach(), -1, out=sums)
+            return (self.weight * sums.unsqueeze(1)).sum()
+
+    with torch.device("meta"):
+        model = Model()
+    graph, _ = record_training_step(model, (), None, iterations=1)
+    graph.lint()
+    node = next(
+        node for node in range(graph.num_ops) if graph.op_names[graph.op[node]].startswith("aten.sum.IntList_out")
+    )
+    assert [graph.nbytes[row] for row, birth in enumerate(graph.birth) if birth == node] == [4 * 4]
+
+
 def test_fused_dropout_as_on_cuda(mode):
     torch.nn.functional.dropout(torch.empty(8, device=DEVICE, requires_grad=True), 0.1)
     assert "aten.native_dropout.default" in mode.observer.names
