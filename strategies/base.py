@@ -20,7 +20,8 @@ class Strategy(Protocol):
     `check` refuses impossible combinations before the trace (raises InputError with the rule). `prepare` changes the
     real module on meta before the trace, with the real library. `rewrite` changes the liveness of one rank after the
     trace; the graph it came from is there to be read.
-    `assumptions` are sentences that every report prints. A strategy computes no total and prints nothing.
+    `assumptions` are sentences that every report prints, `remarks` those that the recorded step gives
+    rise to. A strategy computes no total and prints nothing.
     """
 
     name: str
@@ -34,6 +35,8 @@ class Strategy(Protocol):
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness: ...
 
     def assumptions(self) -> tuple[str, ...]: ...
+
+    def remarks(self, graph: StepGraph) -> tuple[str, ...]: ...
 
 
 class NoOpStrategy:
@@ -52,4 +55,7 @@ class NoOpStrategy:
         return liveness
 
     def assumptions(self) -> tuple[str, ...]:
+        return ()
+
+    def remarks(self, graph: StepGraph) -> tuple[str, ...]:
         return ()

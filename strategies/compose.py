@@ -102,7 +102,8 @@ def simulate(
     seconds["liveness"] = time.perf_counter() - started
 
     assumptions = [*resolved.notes, *built.notes, *batch_notes, *answered]
-    assumptions += [sentence for strategy in strategies for sentence in strategy.assumptions()]
+    for strategy in strategies:
+        assumptions += [*strategy.assumptions(), *strategy.remarks(graph)]
     if gpu is None or gpu.compute_capability is None:
         assumptions.append("kernels and cuBLAS workspaces as on an NVIDIA GPU of compute capability 8.0 (no GPU named)")
     return Simulation(

@@ -178,6 +178,9 @@ class GradientCheckpointing(NoOpStrategy):
 
         return checkpointed(graph, regions_of(graph, self.policy.modules(graph)))
 
+    def remarks(self, graph: StepGraph) -> tuple[str, ...]:
+        return ignored_blocks(graph)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointModules(NoOpStrategy):
@@ -207,6 +210,16 @@ class CheckpointEveryBlock(NoOpStrategy):
             warnings.simplefilter("ignore", FutureWarning)
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": self.use_reentrant})
 
+    def remarks(self, graph: StepGraph) -> tuple[str, ...]:
+        """Blocks that the switch did nothing for: none of their operations ran again."""
+        again = {graph.module_names[graph.module[node]] for node in range(graph.num_ops) if graph.recompute[node]}
+        ignored = [
+            block
+            for block in graph.block_names
+            if not any(name == block or name.startswith(block + ".") for name in again)
+        ]
+        return _ignored(ignored, "they did not run, save nothing for backward, or are in evaluation mode")
+
 
 def apply_checkpoint_plan(model: torch.nn.Module, plan: dict) -> None:
     """Put `torch.utils.checkpoint` (non-reentrant) around the modules of a plan, in place; for training scripts.
@@ -224,6 +237,23 @@ def apply_checkpoint_plan(model: torch.nn.Module, plan: dict) -> None:
                 f"The checkpoint plan names '{name}', which {type(model).__name__} does not have."
             ) from error
         module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+
+
+def ignored_blocks(graph: StepGraph) -> tuple[str, ...]:
+    """A sentence on the blocks that no policy can do anything for, if there are any."""
+    from metapeak.strategies.recompute import regions_of
+
+    called = set(_called(graph))
+    absent = [block for block in graph.block_names if block not in called]
+    idle = [block for block in graph.block_names if block in called and not regions_of(graph, [block])]
+    return _ignored(absent, "not called in this step") + _ignored(idle, "they save nothing for backward")
+
+
+def _ignored(blocks: list[str], reason: str) -> tuple[str, ...]:
+    if not blocks:
+        return ()
+    named = blocks[0] if len(blocks) == 1 else f"{blocks[0]} ... {blocks[-1]} ({len(blocks)} blocks)"
+    return (f"checkpointing does nothing for {named}: {reason}",)
 
 
 def strategy_for(policy: Policy) -> NoOpStrategy | None:
