@@ -150,6 +150,10 @@ def _blocks(graph: StepGraph) -> list[str]:
     called = set(_called(graph))
     blocks = [name for name in graph.block_names if name in called]
     if not blocks:
+        from metapeak.strategies.cuts import single_tensor_modules
+
+        blocks = single_tensor_modules(graph)
+    if not blocks:
         raise InputError("The model has no list of blocks. Name modules: checkpointing modules:PATTERN.")
     return blocks
 

@@ -81,6 +81,30 @@ def test_blocks_inside_blocks_are_not_listed():
     assert block_names(torch.nn.Linear(2, 2)) == []
 
 
+def test_a_model_without_blocks_is_cut_where_one_tensor_passes():
+    class Branches(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.left, self.right = Block(), Block(), Block()
+            self.pair, self.head = Pair(), Block()
+
+        def forward(self, x):
+            stem = self.stem(x)
+            both = self.pair(self.left(stem), self.right(stem))
+            return self.head(both).sum()
+
+    class Pair(torch.nn.Module):
+        def forward(self, left, right):
+            return left * right.sigmoid()
+
+    with torch.device("meta"):
+        model = Branches()
+    graph = record_training_step(model, (torch.ones(2, 8),), None, iterations=1, decouple_saves=True)[0]
+    # one tensor enters and leaves each Block; two enter Pair
+    assert graph.block_names == []
+    assert parse_policy("full").modules(graph) == ["stem", "left", "right", "head"]
+
+
 def test_frozen_blocks_are_named_as_ignored():
     """The first three save nothing: their weights and their input need no gradient."""
     graph = stack_graph(lambda model: [layer.requires_grad_(False) for layer in model.layers[:3]])
