@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from metapeak.tracer.dispatch import PhantomMode
 from metapeak.tracer.errors import ModelConfigError, UnknownName
-from metapeak.tracer.phantom import PhantomMode, phantom_from_cpu
+from metapeak.tracer.phantom import phantom_from_cpu
 from metapeak.tracer.prepare import nested_configs
 from metapeak.tracer.spec import BatchSpec
 

@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from metapeak.tracer import attention, composites, phantom_ops  # noqa: F401  (they register their operators)
 from metapeak.tracer.blocks import block_names
+from metapeak.tracer.dispatch import PhantomMode
 from metapeak.tracer.errors import InputError, MetapeakError, TraceError
 from metapeak.tracer.graph import LOAD, SavedTensors, StepGraph, Symbol, Value
 from metapeak.tracer.liveness import Category, Phase
 from metapeak.tracer.phantom import (
-    PhantomMode,
     PhantomTensor,
     phantom_from_cpu,
     phantom_from_meta,

@@ -24,16 +24,15 @@ from __future__ import annotations
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from metapeak.tracer.dispatch import PhantomMode, handles
 from metapeak.tracer.errors import DataDependentError, TraceError
 from metapeak.tracer.phantom import (
     DEVICE_NAME,
-    PhantomMode,
     PhantomTensor,
-    _wrap,
-    handles,
     phantom_from_cpu,
     run_meta_kernel,
     small_enough_to_know,
+    wrap_meta,
 )
 
 aten = torch.ops.aten
@@ -90,7 +89,7 @@ def to_copy(mode, func, args, kwargs):
         return NotImplemented
     if to_phantom:  # from the CPU or meta
         changed = tensor.to(dtype=kwargs.get("dtype") or tensor.dtype)
-        return phantom_from_cpu(changed) if tensor.device.type == "cpu" else _wrap(changed.clone())
+        return phantom_from_cpu(changed) if tensor.device.type == "cpu" else wrap_meta(changed.clone())
     if device.type == "meta":
         return run_meta_kernel(func, args, {**kwargs, "device": torch.device("meta")})
     values = mode.values(tensor)
@@ -201,7 +200,7 @@ def _indices_of_masks(mode, func, tensor, indices) -> list[PhantomTensor | None]
             _refuse_size(mode, func, item)
         count = int(values.count_nonzero())
         columns = torch.empty(item.dim(), count, dtype=torch.int64, device="meta")
-        expanded.extend(_wrap(column) for column in columns)
+        expanded.extend(wrap_meta(column) for column in columns)
     return expanded
 
 
@@ -427,11 +426,11 @@ def grouped_mm(mode, func, args, kwargs):
     in_bf16 = [torch.empty_strided(t.shape, t.stride(), dtype=torch.bfloat16, device="meta") for t in args[:2]]
     product = run_meta_kernel(func, (*in_bf16, *args[2:]), {**kwargs, "out_dtype": None})
     dtype = kwargs.get("out_dtype") or args[0].dtype
-    return _wrap(torch.empty_strided(product.shape, product.stride(), dtype=dtype, device="meta"))
+    return wrap_meta(torch.empty_strided(product.shape, product.stride(), dtype=dtype, device="meta"))
 
 
 def _new(like, shape) -> PhantomTensor:
-    return _wrap(torch.empty(shape, dtype=like.dtype, device="meta"))
+    return wrap_meta(torch.empty(shape, dtype=like.dtype, device="meta"))
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------
@@ -444,7 +443,7 @@ def _meta(func, args, kwargs):
 
 def _map_wrap(value):
     if isinstance(value, torch.Tensor):
-        return _wrap(value)
+        return wrap_meta(value)
     return (
         type(value)(_map_wrap(item) for item in value)
         if type(value) in (list, tuple)

@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from metapeak.tracer import composites, phantom, phantom_ops  # noqa: F401  (the latter two register operators)
 from metapeak.tracer.capture import record_training_step
+from metapeak.tracer.dispatch import PhantomMode
 from metapeak.tracer.errors import TraceError
-from metapeak.tracer.phantom import DEVICE, PhantomMode, PhantomTensor
+from metapeak.tracer.phantom import DEVICE, PhantomTensor
 
 
 class Log:

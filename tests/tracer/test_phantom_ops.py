@@ -8,8 +8,9 @@ from torch import nn
 
 from metapeak.tracer.batches import make_batch
 from metapeak.tracer.capture import record_training_step
+from metapeak.tracer.dispatch import PhantomMode
 from metapeak.tracer.errors import DataDependentError, TraceError
-from metapeak.tracer.phantom import DEVICE, PhantomMode, PhantomTensor, phantom_from_cpu
+from metapeak.tracer.phantom import DEVICE, PhantomTensor, phantom_from_cpu
 from metapeak.tracer.phantom_ops import BALANCED_CHOICES, HEALTHY_NUMBERS, RECURRENT_CELLS, SCALAR_READ, balanced
 from metapeak.tracer.spec import BatchSpec
 
