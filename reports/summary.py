@@ -202,7 +202,7 @@ def _modules(rank: RankResult, console: Console) -> None:
 
 
 def print_sentences(title: str, sentences: Iterable[str], console: Console) -> None:
-    sentences = list(sentences)
+    sentences = [sentence.rstrip(".") for sentence in sentences]
     if sentences:
         console.print()
         console.print(Text.assemble((f"{title}: ", "bold"), "; ".join(sentences) + "."))

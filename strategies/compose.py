@@ -55,7 +55,7 @@ def simulate(
     import transformers
 
     from metapeak.tracer.attention import attention_choice
-    from metapeak.tracer.capture import default_loss, record_training_step
+    from metapeak.tracer.capture import record_training_step
     from metapeak.tracer.flash_attention import flash_attention_2_available
     from metapeak.tracer.models import build, resolve_model
 
@@ -75,6 +75,7 @@ def simulate(
     for strategy in strategies:
         strategy.prepare(built.module)
     tensors, batch_notes = _batch(built, resolved, step)
+    compute_loss = _loss(built, resolved)
     summary = _summary(resolved, built.module)
     seconds["build"] = time.perf_counter() - started
 
@@ -84,7 +85,7 @@ def simulate(
             built.module,
             tensors,
             optimizer_maker(step.optimizer),
-            compute_loss=built.compute_loss or default_loss,
+            compute_loss=compute_loss,
             iterations=step.iterations,
             decouple_saves=any(strategy.needs_saves for strategy in strategies),
             progress=progress,
@@ -173,6 +174,18 @@ def _batch(built, resolved, step: StepSpec) -> tuple[Any, tuple[str, ...]]:
 
     batch = make_batch(built.module, resolved.task, step)
     return batch.tensors, batch.notes
+
+
+def _loss(built, resolved) -> Callable[..., Any]:
+    """The user's loss function, the model's own, or for a model without one the sum of its features (as batches.py says
+    in its notes).
+    """
+    from metapeak.tracer.batches import sum_of_features
+    from metapeak.tracer.capture import default_loss
+
+    if built.compute_loss is not None:
+        return built.compute_loss
+    return sum_of_features if resolved.task == "feature-extraction" and built.batch is None else default_loss
 
 
 def _resolved_options(built, tensors, given: Mapping[str, Option]) -> dict[str, Option]:
