@@ -17,6 +17,7 @@ from metapeak.strategies.gradient_checkpointing import (
     GradientCheckpointing,
     Nothing,
     Policy,
+    policy_regions,
 )
 from metapeak.strategies.recompute import Region, checkpointed, regions_of
 from metapeak.tracer.errors import InputError
@@ -110,7 +111,10 @@ def study_checkpointing(
     progress("comparing policies")
     judge = _Judge(simulation.graph, compute_capability_of(gpu))
     compared = [Nothing(), EveryBlock(), EveryNth(2), EveryNth(4), *policies]
-    results = {policy.name: judge.policy(policy.name, policy.modules(judge.graph)) for policy in compared}
+    results = {
+        policy.name: judge.policy(policy.name, policy.modules(judge.graph), policy_regions(policy, judge.graph))
+        for policy in compared
+    }
     candidates = judge.candidates(EveryBlock().modules(judge.graph))
     table = checkpoint_table(judge.graph, candidates)
     budget = budget_bytes if budget_bytes is not None else (gpu.usable_bytes - CONTEXT_BYTES_RANGE[1] if gpu else None)
@@ -141,8 +145,9 @@ class _Judge:
         regions = [(name, regions_of(self.graph, [name])) for name in modules]
         return [(name, members) for name, members in regions if members]
 
-    def policy(self, name: str, modules: Sequence[str]) -> PolicyResult:
-        regions = regions_of(self.graph, modules)
+    def policy(self, name: str, modules: Sequence[str], regions: list[Region] | None = None) -> PolicyResult:
+        """The result of these modules checkpointed, or of a policy's own regions."""
+        regions = regions_of(self.graph, modules) if regions is None else regions
         liveness = with_cublas_workspaces(checkpointed(self.graph, regions), self._capability)
         again = self.cost(regions)
         return PolicyResult(
@@ -157,7 +162,7 @@ class _Judge:
     def cost(self, regions: Sequence[Region]) -> int:
         """FLOPs of recomputing these regions in the last iteration."""
         return sum(
-            int(self.flops[region.begin : region.stop].sum())
+            int(self.flops[region.operations].sum())
             for region in regions
             if region.length and self._plain.op_iteration[region.begin] == self._last
         )

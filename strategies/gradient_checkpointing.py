@@ -3,9 +3,11 @@
 What it changes: `torch.utils.checkpoint` (non-reentrant, early stop) around blocks or other modules.
 Where each byte comes from: `CheckpointEveryBlock` runs the real checkpoint code, switched on the way transformers does;
 `GradientCheckpointing` rewrites the recorded step (recompute.py), which equals the re-trace operation by operation.
-Not modelled: selective saving inside a region, offload, reentrant and nested regions.
-Sources: transformers PreTrainedModel.gradient_checkpointing_enable; torch/utils/checkpoint.py; torchtitan's option
-`selective` with a number (every N-th layer, counted from one).
+Not modelled: offload, reentrant and nested regions; saving operators of which CUDA runs a composite's parts (those of
+_safe_softmax, see COMPOSITE_ON_CUDA): selective checkpointing sees the composite as one.
+Sources: transformers PreTrainedModel.gradient_checkpointing_enable; torch/utils/checkpoint.py
+(create_selective_checkpoint_contexts); torchtitan's option `selective` with a number (every N-th layer, counted from
+one) and with `op` (distributed/activation_checkpoint.py, _apply_op_sac; models/llama3, _op_sac_save_list).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import fnmatch
 import functools
 import re
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,12 +26,30 @@ from metapeak.tracer.errors import InputError
 if TYPE_CHECKING:
     import torch
 
+    from metapeak.strategies.recompute import Region
     from metapeak.tracer.graph import StepGraph
     from metapeak.tracer.liveness import Liveness
 
+# Matrix products, the operators that "every second matmul" counts.
+MATMULS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
+# torchtitan's _op_sac_save_list for Llama 3, without its higher-order operators (flex attention, compiled code).
+TORCHTITAN_SAVES = (
+    "aten.mm.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_attention_math.default",
+    "aten._scaled_dot_product_fused_attention_overrideable.default",
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "aten.max.default",
+)
+
 
 class Policy(Protocol):
-    """Which modules of a traced model are checkpointed. `name` is its spelling as an option."""
+    """Which modules of a traced model are checkpointed. `name` is its spelling as an option.
+
+    A policy that keeps operations inside its regions also has `regions(graph) -> list[Region]`: see `policy_regions`.
+    """
 
     @property
     def name(self) -> str: ...
@@ -111,13 +132,137 @@ class Modules:
         return [name for name in matched if not any(name.startswith(other + ".") for other in matched)]
 
 
+@dataclass(frozen=True, slots=True)
+class SelectiveOps:
+    """All blocks, with the outputs of these operators saved: `mm` (all overloads) or `aten.mm.default`."""
+
+    save_ops: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return "selective:ops=" + ",".join(self.save_ops)
+
+    def modules(self, graph: StepGraph) -> list[str]:
+        return _blocks(graph)
+
+    def regions(self, graph: StepGraph) -> list[Region]:
+        regions = selective_regions(graph, self.modules(graph), self.save_ops)
+        run = {graph.op_names[graph.op[at]] for region in regions for at in range(region.begin, region.end)}
+        for op in self.save_ops:
+            if not any(_names_op(op, name) for name in run):
+                raise InputError(
+                    f"checkpointing {self.name}: no block runs '{op}'. Operators that run: {', '.join(sorted(run))}."
+                )
+        return regions
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveTorchtitan:
+    """All blocks, with torchtitan's operator list saved, less every second mm: the first is saved, the second is not.
+
+    The count starts anew in every call of a block. Linear layers with a bias are addmm, which the list does not have:
+    they run again. Not modelled: its option that never saves the mm of some shapes (those of a router's gate).
+    """
+
+    name: str = "selective:torchtitan"
+    save_ops: tuple[str, ...] = TORCHTITAN_SAVES
+    every_second_matmul: bool = True
+
+    def modules(self, graph: StepGraph) -> list[str]:
+        return _blocks(graph)
+
+    def regions(self, graph: StepGraph) -> list[Region]:
+        return selective_regions(graph, self.modules(graph), self.save_ops, self.every_second_matmul)
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveMatmuls:
+    """All blocks, with every second matrix product saved (`MATMULS`, counted together): the first, the third, ...
+
+    Products of attention scores count too; linear layers with a bias are addmm.
+    """
+
+    name: str = "selective:matmul-every-2"
+    save_ops: tuple[str, ...] = MATMULS
+    every_second_matmul: bool = True
+
+    def modules(self, graph: StepGraph) -> list[str]:
+        return _blocks(graph)
+
+    def regions(self, graph: StepGraph) -> list[Region]:
+        return selective_regions(graph, self.modules(graph), self.save_ops, self.every_second_matmul)
+
+
+class SaveRule:
+    """Which operators of one call of a region are saved; asked once for each, in the order in which they run."""
+
+    def __init__(self, save_ops: Iterable[str], every_second_matmul: bool = False):
+        self._save_ops, self._every_second = tuple(save_ops), every_second_matmul
+        self._matmuls = 0
+
+    def saves(self, op: str) -> bool:
+        if not any(_names_op(name, op) for name in self._save_ops):
+            return False
+        if self._every_second and op in MATMULS:
+            self._matmuls += 1
+            return self._matmuls % 2 == 1
+        return True
+
+
+@functools.cache
+def _names_op(text: str, op: str) -> bool:
+    """Whether `mm`, `aten.mm` or `aten.mm.default` means the operator `aten.mm.default`."""
+    packet = op.rpartition(".")[0]
+    return text in (op, packet) or f"aten.{text}" in (op, packet)
+
+
+def selective_regions(
+    graph: StepGraph, modules: Iterable[str], save_ops: Iterable[str], every_second_matmul: bool = False
+) -> list[Region]:
+    """The calls of these modules, with the operations kept that `apply_checkpoint_plan` would save.
+
+    Raises InputError for operators whose outputs cannot be saved (views, outputs that are written in place).
+    """
+    from metapeak.strategies.recompute import keeping, regions_of
+
+    regions, kept, save_ops = regions_of(graph, modules), [], tuple(save_ops)
+    for region in regions:
+        rule = SaveRule(save_ops, every_second_matmul)
+        operations = range(region.begin, region.end)
+        kept += [operation for operation in operations if rule.saves(graph.op_names[graph.op[operation]])]
+    return keeping(graph, regions, kept)
+
+
+def policy_regions(policy: Policy, graph: StepGraph) -> list[Region]:
+    """The regions of a policy: its own, or the calls of its modules."""
+    from metapeak.strategies.recompute import regions_of
+
+    if hasattr(policy, "regions"):
+        return policy.regions(graph)
+    return regions_of(graph, policy.modules(graph))
+
+
+def policy_plan(policy: Policy, graph: StepGraph) -> dict:
+    """What `apply_checkpoint_plan` does to a model for this policy."""
+    plan: dict = {"checkpointed": policy.modules(graph)}
+    if hasattr(policy, "save_ops"):
+        plan |= {
+            "save_ops": list(policy.save_ops),
+            "every_second_matmul": getattr(policy, "every_second_matmul", False),
+        }
+    return plan
+
+
 def parse_policy(text: str) -> Policy:
-    """The policy of an option's value: none, full, every:N, layers:0-15,20, modules:PATTERN[,PATTERN].
+    """The policy of an option's value: none, full, every:N, layers:0-15,20, modules:PATTERN[,PATTERN],
+    selective:torchtitan, selective:matmul-every-2, selective:ops=NAME[,NAME].
 
     Raises InputError for anything else.
 
     >>> parse_policy("layers:0-2,5").numbers, parse_policy("every:2").every
     ((0, 1, 2, 5), 2)
+    >>> parse_policy("selective:ops=mm,aten._softmax.default").save_ops
+    ('mm', 'aten._softmax.default')
     """
     kind, _, rest = text.partition(":")
     if text == "none":
@@ -136,8 +281,16 @@ def parse_policy(text: str) -> Policy:
         return Blocks(tuple(sorted(numbers)))
     if kind == "modules" and rest:
         return Modules(tuple(rest.split(",")))
+    if kind == "selective":
+        if rest == "torchtitan":
+            return SelectiveTorchtitan()
+        if rest == "matmul-every-2":
+            return SelectiveMatmuls()
+        if re.fullmatch(r"ops=[\w.]+(,[\w.]+)*", rest):
+            return SelectiveOps(tuple(rest.removeprefix("ops=").split(",")))
     raise InputError(
-        f"Unknown checkpointing policy '{text}'. Known: none, full, every:N, layers:0-15,20, modules:PATTERN[,PATTERN]."
+        f"Unknown checkpointing policy '{text}'. Known: none, full, every:N, layers:0-15,20, "
+        "modules:PATTERN[,PATTERN], selective:torchtitan, selective:matmul-every-2, selective:ops=NAME[,NAME]."
     )
 
 
@@ -178,9 +331,9 @@ class GradientCheckpointing(NoOpStrategy):
     policy: Policy = field(default_factory=EveryBlock)
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness:
-        from metapeak.strategies.recompute import checkpointed, regions_of
+        from metapeak.strategies.recompute import checkpointed
 
-        return checkpointed(graph, regions_of(graph, self.policy.modules(graph)))
+        return checkpointed(graph, policy_regions(self.policy, graph))
 
     def remarks(self, graph: StepGraph) -> tuple[str, ...]:
         return ignored_blocks(graph)
@@ -188,13 +341,19 @@ class GradientCheckpointing(NoOpStrategy):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointModules(NoOpStrategy):
-    """The oracle: the real `torch.utils.checkpoint` around these modules, before the trace."""
+    """The oracle: the real `torch.utils.checkpoint` around these modules, before the trace.
+
+    `save_ops` and `every_second_matmul` are those of a plan, see `apply_checkpoint_plan`.
+    """
 
     name = "checkpointing"
     modules: tuple[str, ...]
+    save_ops: tuple[str, ...] = ()
+    every_second_matmul: bool = False
 
     def prepare(self, module: torch.nn.Module) -> None:
-        apply_checkpoint_plan(module, {"checkpointed": list(self.modules)})
+        plan = {"checkpointed": list(self.modules), "every_second_matmul": self.every_second_matmul}
+        apply_checkpoint_plan(module, plan | {"save_ops": list(self.save_ops)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,10 +387,20 @@ class CheckpointEveryBlock(NoOpStrategy):
 def apply_checkpoint_plan(model: torch.nn.Module, plan: dict) -> None:
     """Put `torch.utils.checkpoint` (non-reentrant) around the modules of a plan, in place; for training scripts.
 
-    `plan` is what `metapeak checkpointing --plan FILE` writes: {"checkpointed": [module paths], ...}. Works on any
-    nn.Module. Raises InputError for a module that the model does not have.
+    `plan` is what `metapeak checkpointing --plan FILE` writes: {"checkpointed": [module paths], ...}. With "save_ops",
+    a list of operators (`mm` or `aten.mm.default`), their outputs are saved inside the regions (selective
+    checkpointing); with "every_second_matmul" true, of the matrix products among them only the first, third, ... of
+    each region. Works on any nn.Module. Raises InputError for a module that the model does not have, or an operator
+    that torch does not.
     """
     from torch.utils.checkpoint import checkpoint
+
+    options: dict = {"use_reentrant": False}
+    if plan.get("save_ops"):
+        _check_operators(plan["save_ops"])
+        options["context_fn"] = functools.partial(
+            _selective_contexts, tuple(plan["save_ops"]), bool(plan.get("every_second_matmul"))
+        )
 
     for name in plan["checkpointed"]:
         try:
@@ -240,7 +409,38 @@ def apply_checkpoint_plan(model: torch.nn.Module, plan: dict) -> None:
             raise InputError(
                 f"The checkpoint plan names '{name}', which {type(model).__name__} does not have."
             ) from error
-        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+        module.forward = functools.partial(checkpoint, module.forward, **options)
+
+
+def _check_operators(names: Iterable[str]) -> None:
+    """Raise InputError for a name that is no operator; torchtitan's may be missing in a build."""
+    import torch
+
+    for name in names:
+        spellings = [spelling.split(".") for spelling in (name, f"aten.{name}")]
+        found = any(len(path) > 1 and _has_path(torch.ops, path) for path in spellings)
+        if not found and name not in TORCHTITAN_SAVES:
+            raise InputError(f"The checkpoint plan saves '{name}', which is no operator. Write mm or aten.mm.default.")
+
+
+def _has_path(root: object, path: list[str]) -> bool:
+    for attribute in path:
+        if not hasattr(root, attribute):
+            return False
+        root = getattr(root, attribute)
+    return True
+
+
+def _selective_contexts(save_ops: tuple[str, ...], every_second_matmul: bool):
+    """The context managers of one call of a region under selective checkpointing."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    rule = SaveRule(save_ops, every_second_matmul)
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if rule.saves(str(op)) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def ignored_blocks(graph: StepGraph) -> tuple[str, ...]:

@@ -2,15 +2,28 @@
 
 What it changes: a checkpointed region keeps its inputs instead of what its operations save; when backward first reads
 one of those, the region's operations run again, up to the one that saved last (early stop), and what they save lives
-until backward has used it.
+until backward has used it. Outputs of operations that a region keeps (selective checkpointing) are cached instead: see
+Note [Kept operations].
 Where each byte comes from: sizes, and the instants at which Python lets go of a tensor and at which backward reads and
 releases a saved one, are those of the trace (tracer/saved_tensors.py).
 Not modelled: nested regions, reentrant checkpoints, offload.
-Sources: torch/utils/checkpoint.py, _checkpoint_without_reentrant_generator, _checkpoint_hook, _recomputation_hook.
+Sources: torch/utils/checkpoint.py, _checkpoint_without_reentrant_generator, _checkpoint_hook, _recomputation_hook,
+_CachingTorchDispatchMode, _CachedTorchDispatchMode.
+
+Note [Kept operations]
+    The forward puts all outputs of a kept operation into a cache, whoever needs them. The recompute takes them out in
+    the place of running the operation; from there on they live as what the operation would have made: until Python lets
+    go of them, at the latest at the early stop, or until backward has read what was saved of them. What lies behind the
+    early stop, or belongs to a region that backward never wants, stays in the cache until the region's last save is
+    released. So a kept operation's storages are the forward's own, with a later death, and none is made again.
+    A view's cache entry would be the storage of whatever it is a view of, and which of two storages a tensor of the
+    recompute holds is not recorded: operations that make no storage of their own are refused. So are operations whose
+    output is written in place before it is taken out: the library raises in backward then.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -27,7 +40,7 @@ class Region:
 
     `stop` is the operation before which the recompute ends; `wanted` (and its tick) the operation before which
     backward first reads a save, None when it reads none; `over` (tick, operations recorded) when the last of its saves
-    is released.
+    is released. `kept`: operations, in order, whose outputs are cached in forward and that do not run again.
     """
 
     begin: int
@@ -39,11 +52,27 @@ class Region:
     wanted_tick: int
     over: tuple[int, int]
     inputs: tuple[int, ...]
+    kept: tuple[int, ...] = ()
+
+    @property
+    def operations(self) -> np.ndarray:
+        """The operations that run again, in order."""
+        again = np.arange(self.begin, self.stop if self.wanted is not None else self.begin)
+        return again[~np.isin(again, self.kept)]
 
     @property
     def length(self) -> int:
         """Operations that run again."""
-        return self.stop - self.begin if self.wanted is not None else 0
+        return 0 if self.wanted is None else int(self.since_start(self.stop))
+
+    @property
+    def left_in_cache(self) -> tuple[int, ...]:
+        """Kept operations whose outputs no recompute takes out."""
+        return tuple(kept for kept in self.kept if self.wanted is None or kept >= self.stop)
+
+    def since_start(self, operation):
+        """Operations that have run again before the recompute is where the forward was before `operation`."""
+        return operation - self.begin - np.searchsorted(np.array(self.kept, dtype=np.int64), operation)
 
 
 def regions_of(graph: StepGraph, modules: Iterable[str]) -> list[Region]:
@@ -88,6 +117,56 @@ def _region(graph: StepGraph, call: int) -> Region:
     )
 
 
+def keeping(graph: StepGraph, regions: Iterable[Region], operations: Iterable[int]) -> list[Region]:
+    """The regions with those of these operations kept that lie in them.
+
+    Raises InputError for an operation that makes no storage of its own, and for one whose output is written in place
+    before the recompute takes it out of the cache.
+    """
+    operations = sorted(operations)
+    in_place = {index for index, name in enumerate(graph.op_names) if _writes_in_place(name)}
+    writes = [value for value, node in enumerate(graph.value_node) if graph.op[node] in in_place]
+    chosen = []
+    for region in regions:
+        first, last = bisect_left(operations, region.begin), bisect_left(operations, region.end)
+        region = replace(region, kept=tuple(operations[first:last]))
+        _check_kept(graph, region, writes)
+        chosen.append(region)
+    return chosen
+
+
+def _check_kept(graph: StepGraph, region: Region, writes: list[int]) -> None:
+    """`writes` are the values that operators writing in place return."""
+    kept, left, made_by = set(region.kept), set(region.left_in_cache), {}
+    for value in range(bisect_left(graph.value_node, region.begin), bisect_left(graph.value_node, region.end)):
+        operation, row = graph.value_node[value], graph.value_storage[value]
+        if operation not in kept:
+            continue
+        if graph.birth[row] != operation:
+            raise InputError(
+                f"Selective checkpointing cannot save '{_op_name(graph, operation)}': it returns a view or writes in "
+                "place, so there is nothing of its own to save. Name operators that return new tensors."
+            )
+        if operation not in left:
+            made_by[row] = operation
+    for value in writes:
+        operation, writer = made_by.get(graph.value_storage[value]), graph.value_node[value]
+        if operation is not None and operation < writer < region.wanted:
+            raise InputError(
+                f"Selective checkpointing cannot save '{_op_name(graph, operation)}': '{_op_name(graph, writer)}' "
+                "writes its output in place, and torch.utils.checkpoint refuses a cached tensor that has been mutated."
+            )
+
+
+def _op_name(graph: StepGraph, operation: int) -> str:
+    return graph.op_names[graph.op[operation]]
+
+
+def _writes_in_place(op_name: str) -> bool:
+    packet, _, overload = op_name.rpartition(".")
+    return packet.endswith("_") or overload.endswith("out")
+
+
 def checkpointed(graph: StepGraph, regions: Iterable[Region]) -> Liveness:
     """The liveness of the step with these regions checkpointed; the plain step's for no regions.
 
@@ -111,16 +190,22 @@ def checkpointed(graph: StepGraph, regions: Iterable[Region]) -> Liveness:
     for region in regions:
         inputs = np.array(region.inputs, dtype=np.int64)
         death = latest(death, inputs, np.tile(region.over, (len(inputs), 1)))
+        if region.left_in_cache:
+            left = np.flatnonzero(np.isin(plain.birth, region.left_in_cache))
+            death = latest(death, left, np.tile(region.over, (len(left), 1)))
     rows = [np.arange(len(plain.birth))]
     births = [plain.birth + timeline.shift(holds.op_tick[plain.birth])]
     deaths = [death[:, 1] + timeline.shift(death[:, 0])]
     for region in regions:
-        if region.length:
+        if region.wanted is not None:
             copies, start = recomputed(plain, holds, region), timeline.start(region)
             moved = copies.after[:, 1] + timeline.shift(copies.after[:, 0])
-            rows.append(copies.row)
-            births.append(start + copies.birth)
-            deaths.append(np.where(copies.lives_on, np.maximum(start + copies.death, moved), start + copies.death))
+            end = np.where(copies.lives_on, np.maximum(start + copies.death, moved), start + copies.death)
+            cached = np.isin(plain.birth[copies.row], region.kept)
+            deaths[0][copies.row[cached]] = np.maximum(deaths[0][copies.row[cached]], end[cached])
+            rows.append(copies.row[~cached])
+            births.append(start + copies.birth[~cached])
+            deaths.append(end[~cached])
 
     row = np.concatenate(rows)
     liveness = replace(
@@ -196,9 +281,9 @@ def latest(death: np.ndarray, rows: np.ndarray, until: np.ndarray) -> np.ndarray
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Copies:
-    """The storages that a recompute makes again: `row` (of the plain step), `birth` and `death` counted in operations
-    from the start of the recompute (death at most its length), and `after` (tick, operations recorded) until when
-    backward holds those that it wants; (-1, -1) for the others.
+    """The storages that a recompute makes again or takes out of its cache: `row` (of the plain step), `birth` and
+    `death` counted in operations from the start of the recompute (death at most its length), and `after` (tick,
+    operations recorded) until when backward holds those that it wants; (-1, -1) for the others.
     """
 
     row: np.ndarray
@@ -212,13 +297,13 @@ class Copies:
 
 
 def recomputed(plain: Liveness, holds: Holds, region: Region) -> Copies:
-    """What the recompute of a region makes again."""
+    """What the recompute of a region makes again or takes out of its cache."""
     rows = np.flatnonzero((region.begin <= plain.birth) & (plain.birth < region.stop))
     position = np.full(len(plain.birth), -1, dtype=np.int64)
     position[rows] = np.arange(len(rows))
     # At the early stop everything that Python still holds goes.
     inside = holds.eager[rows, 0] < region.stop_tick
-    death = np.where(inside, holds.eager[rows, 1] - region.begin, region.length)
+    death = np.where(inside, region.since_start(holds.eager[rows, 1]), region.length)
 
     after = np.full((len(rows), 2), -1, dtype=np.int64)
     saves = np.arange(region.saves.start, region.saves.stop)
@@ -230,7 +315,7 @@ def recomputed(plain: Liveness, holds: Holds, region: Region) -> Copies:
     until = np.concatenate([holds.release[unread], holds.ghost[ghosts]])
     held = (position[storages] >= 0) & (until[:, 0] > region.wanted_tick)
     after = latest(after, position[storages[held]], until[held])
-    return Copies(row=rows, birth=plain.birth[rows] - region.begin, death=death, after=after)
+    return Copies(row=rows, birth=region.since_start(plain.birth[rows]), death=death, after=after)
 
 
 def _with_operations(plain: Liveness, regions: list[Region], timeline: _Timeline) -> Liveness:
@@ -239,7 +324,7 @@ def _with_operations(plain: Liveness, regions: list[Region], timeline: _Timeline
     source = np.arange(plain.num_ops)
     pieces, recompute, position = [], [], 0
     for region in ordered:
-        pieces += [source[position : region.wanted], source[region.begin : region.stop]]
+        pieces += [source[position : region.wanted], region.operations]
         recompute += [np.zeros(region.wanted - position, bool), np.ones(region.length, bool)]
         position = region.wanted
     pieces.append(source[position:])
