@@ -50,7 +50,8 @@ SETTINGS = (
     ),
     Setting(
         name="checkpointing", kind=str, default="none",
-        help="none, full, every:N, layers:0-15,20 or modules:PATTERN[,PATTERN]; default none",
+        help="none, full, every:N, layers:0-15,20, modules:PATTERN[,PATTERN], selective:torchtitan, "
+        "selective:matmul-every-2 or selective:ops=NAME[,NAME]; default none",
     ),
     Setting(
         name="attention", kind=str, default=None, help="default: as CUDA would choose for the GPU",

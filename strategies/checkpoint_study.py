@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from metapeak.strategies.gradient_checkpointing import (
     GradientCheckpointing,
     Nothing,
     Policy,
+    SelectiveTorchtitan,
+    policy_plan,
     policy_regions,
 )
 from metapeak.strategies.recompute import Region, checkpointed, regions_of
@@ -35,16 +38,22 @@ _SOLVER_ROUNDS = 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyResult:
-    """One policy: its rank (peak, phases, liveness), what is saved for backward at the end of the steady forward, the
-    FLOPs of its recompute in one iteration and their share of the plain step's.
+    """One policy: what `apply_checkpoint_plan` does for it, its rank (peak, phases, liveness), what is saved for
+    backward at the end of the steady forward, the FLOPs of its recompute in one iteration and their share of the plain
+    step's.
     """
 
     policy: str
-    modules: tuple[str, ...]
+    plan: Mapping[str, Any]
     rank: RankResult
     saved_bytes: int
     recompute_flops: int
     extra_flops_percent: float
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Paths of the checkpointed modules."""
+        return tuple(self.plan["checkpointed"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +80,7 @@ class Plan:
         """What a plan file holds, for `apply_checkpoint_plan`."""
         return {
             "model": model_id,
-            "checkpointed": list(self.result.modules),
+            **self.result.plan,
             "budget_bytes": self.budget_bytes,
             "peak_bytes": self.result.rank.allocated_bytes,
             "extra_flops_percent": self.result.extra_flops_percent,
@@ -101,7 +110,8 @@ def study_checkpointing(
     options=None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> CheckpointStudy:
-    """Compare policies (default: none, full, every second and fourth block, and `policies`) on one traced step.
+    """Compare policies (none, full, every second and fourth block, torchtitan's selective one, and `policies`) on one
+    traced step.
 
     `budget_bytes`, or else the GPU's usable memory less a CUDA context, asks for the plan. Raises InputError when no
     plan stays under the budget, with the least peak that one can reach and what holds it; and what `simulate` raises.
@@ -110,9 +120,9 @@ def study_checkpointing(
     simulation = simulate(model, step, [strategy], gpu=gpu, options=options, progress=progress)
     progress("comparing policies")
     judge = _Judge(simulation.graph, compute_capability_of(gpu))
-    compared = [Nothing(), EveryBlock(), EveryNth(2), EveryNth(4), *policies]
+    compared = [Nothing(), EveryBlock(), EveryNth(2), EveryNth(4), SelectiveTorchtitan(), *policies]
     results = {
-        policy.name: judge.policy(policy.name, policy.modules(judge.graph), policy_regions(policy, judge.graph))
+        policy.name: judge.result(policy.name, policy_plan(policy, judge.graph), policy_regions(policy, judge.graph))
         for policy in compared
     }
     candidates = judge.candidates(EveryBlock().modules(judge.graph))
@@ -145,14 +155,12 @@ class _Judge:
         regions = [(name, regions_of(self.graph, [name])) for name in modules]
         return [(name, members) for name, members in regions if members]
 
-    def policy(self, name: str, modules: Sequence[str], regions: list[Region] | None = None) -> PolicyResult:
-        """The result of these modules checkpointed, or of a policy's own regions."""
-        regions = regions_of(self.graph, modules) if regions is None else regions
+    def result(self, name: str, plan: Mapping[str, Any], regions: Sequence[Region]) -> PolicyResult:
         liveness = with_cublas_workspaces(checkpointed(self.graph, regions), self._capability)
         again = self.cost(regions)
         return PolicyResult(
             policy=name,
-            modules=tuple(modules),
+            plan=plan,
             rank=RankResult(rank=0, count=1, coordinates={}, liveness=liveness),
             saved_bytes=saved_bytes(liveness),
             recompute_flops=again,
@@ -207,7 +215,7 @@ class _Judge:
         costs = self._costs(candidates)
         allowed = budget_bytes
         for _ in range(_SOLVER_ROUNDS):
-            chosen = least_recompute(table, costs, allowed) if candidates else None
+            chosen = least_recompute(table, costs, allowed)
             result = self._chosen(candidates, chosen) if chosen is not None else None
             if result is not None and result.rank.allocated_bytes <= budget_bytes:
                 return Plan(budget_bytes=budget_bytes, result=result)
@@ -218,7 +226,7 @@ class _Judge:
         raise self._out_of_reach(candidates, table, budget_bytes)
 
     def _out_of_reach(self, candidates, table: CheckpointTable, budget_bytes: int) -> InputError:
-        best = self._chosen(candidates, least_peak(table)) if candidates else self.policy("none", [])
+        best = self._chosen(candidates, least_peak(table))
         at = best.rank.peak_at
         holds = sorted(best.rank.breakdown.items(), key=lambda item: -item[1])[:3]
         largest = ", ".join(f"{category.name.lower().replace('_', ' ')} {nbytes:,} B" for category, nbytes in holds)
@@ -228,8 +236,10 @@ class _Judge:
         )
 
     def _chosen(self, candidates, chosen: np.ndarray) -> PolicyResult:
-        modules = [name for (name, _), take in zip(candidates, chosen) if take]
-        return self.policy(f"{len(modules)} of {len(candidates)} blocks", modules)
+        taken = [candidate for candidate, take in zip(candidates, chosen) if take]
+        plan = {"checkpointed": [name for name, _ in taken]}
+        regions = sorted((region for _, members in taken for region in members), key=lambda region: region.begin)
+        return self.result(f"{len(taken)} of {len(candidates)} blocks", plan, regions)
 
     def _costs(self, candidates) -> np.ndarray:
         return np.array([self.cost(regions) for _, regions in candidates], dtype=np.float64)
@@ -245,7 +255,7 @@ def verify(
 ) -> RankResult:
     """The policy with the real torch.utils.checkpoint around its modules, traced anew: the oracle of the rewrite."""
     progress(f"verifying {result.policy}")
-    return simulate(model, step, [CheckpointModules(modules=result.modules)], gpu=gpu, progress=progress).worst
+    return simulate(model, step, [CheckpointModules(plan=result.plan)], gpu=gpu, progress=progress).worst
 
 
 def saved_bytes(liveness: Liveness) -> int:

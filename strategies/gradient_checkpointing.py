@@ -16,9 +16,9 @@ import fnmatch
 import functools
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from metapeak.strategies.base import NoOpStrategy
 from metapeak.tracer.errors import InputError
@@ -341,19 +341,13 @@ class GradientCheckpointing(NoOpStrategy):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointModules(NoOpStrategy):
-    """The oracle: the real `torch.utils.checkpoint` around these modules, before the trace.
-
-    `save_ops` and `every_second_matmul` are those of a plan, see `apply_checkpoint_plan`.
-    """
+    """The oracle: a plan (see `apply_checkpoint_plan`) with the real `torch.utils.checkpoint`, before the trace."""
 
     name = "checkpointing"
-    modules: tuple[str, ...]
-    save_ops: tuple[str, ...] = ()
-    every_second_matmul: bool = False
+    plan: Mapping[str, Any]
 
     def prepare(self, module: torch.nn.Module) -> None:
-        plan = {"checkpointed": list(self.modules), "every_second_matmul": self.every_second_matmul}
-        apply_checkpoint_plan(module, plan | {"save_ops": list(self.save_ops)})
+        apply_checkpoint_plan(module, self.plan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,7 +378,7 @@ class CheckpointEveryBlock(NoOpStrategy):
         return _ignored(ignored, "they did not run, save nothing for backward, or are in evaluation mode")
 
 
-def apply_checkpoint_plan(model: torch.nn.Module, plan: dict) -> None:
+def apply_checkpoint_plan(model: torch.nn.Module, plan: Mapping[str, Any]) -> None:
     """Put `torch.utils.checkpoint` (non-reentrant) around the modules of a plan, in place; for training scripts.
 
     `plan` is what `metapeak checkpointing --plan FILE` writes: {"checkpointed": [module paths], ...}. With "save_ops",

@@ -195,13 +195,8 @@ def test_flash_attention_is_kept(text):
     rewritten = timeline(checkpointed(graph, regions))
     assert rewritten == retrace(build_flash_llama(), batch, policy_plan(policy, graph))
     assert rewritten == timeline(GradientCheckpointing(policy=policy).rewrite(graph.liveness(), graph))
-    model, plan = build_flash_llama(), policy_plan(policy, graph)
-    oracle = CheckpointModules(
-        modules=tuple(plan["checkpointed"]),
-        save_ops=tuple(plan["save_ops"]),
-        every_second_matmul=plan["every_second_matmul"],
-    )
-    oracle.prepare(model)
+    model = build_flash_llama()
+    CheckpointModules(plan=policy_plan(policy, graph)).prepare(model)
     assert rewritten == timeline(record_training_step(model, batch, adamw)[0].liveness())
 
 
