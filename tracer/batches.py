@@ -665,7 +665,8 @@ def _pretraining(draft: _Draft) -> None:
 
 def _feature_extraction(draft: _Draft) -> None:
     """Inputs only: the model gives no loss, see `sum_of_features`. CLIP and its kin get images and texts."""
-    pairs = hasattr(draft.config, "projection_dim") and draft.takes >= {"pixel_values", "input_ids"}
+    both = hasattr(draft.config, "text_config") and hasattr(draft.config, "vision_config")
+    pairs = both and draft.takes >= {"pixel_values", "input_ids"}
     if "pixel_values" in draft.takes and (pairs or "input_ids" not in draft.takes):
         _pixels(draft)
     if "input_ids" in draft.takes:
