@@ -150,8 +150,10 @@ class Liveness:
         return np.cumsum(change)[: self.num_ops]
 
     def peak_index(self) -> int:
-        """The first operation at which the requested bytes are largest."""
-        return int(np.argmax(self.live_bytes()))
+        """The operation at which the requested bytes are largest; of equal ones the first of the last iteration."""
+        live = self.live_bytes()
+        highest = np.flatnonzero(live == live.max())
+        return int(highest[np.argmax(self.op_iteration[highest])])
 
     def instant(self, index: int) -> Instant:
         return Instant(

@@ -57,6 +57,15 @@ def test_live_bytes_by_hand():
     assert HAND_MADE.live_bytes(without=[Category.ACTIVATION]).tolist() == [100, 100, 150, 400]
 
 
+def test_of_equal_peaks_the_steady_iteration_s_is_named():
+    twice = make_liveness(
+        [(0, 1, 500, Category.TEMPORARY), (1, 2, 100, Category.TEMPORARY), (2, 3, 500, Category.TEMPORARY)],
+        [(1, Phase.FORWARD), (1, Phase.BACKWARD), (2, Phase.FORWARD)],
+    )
+    assert twice.peak_index() == 2
+    assert twice.instant(2).iteration == 2
+
+
 def test_breakdown_sums_to_the_peak():
     breakdown = HAND_MADE.breakdown(2)
     assert {category: nbytes for category, nbytes in breakdown.items() if nbytes} == {
