@@ -3,7 +3,7 @@
 What it changes: `torch.utils.checkpoint` (non-reentrant, early stop) around blocks or other modules.
 Where each byte comes from: `CheckpointEveryBlock` runs the real checkpoint code, switched on the way transformers does;
 `GradientCheckpointing` rewrites the recorded step (recompute.py), which equals the re-trace operation by operation.
-Not modelled: offload, reentrant and nested regions; saving operators of which CUDA runs a composite's parts (those of
+Not modelled: offload, nested regions; saving operators of which CUDA runs a composite's parts (those of
 _safe_softmax, see COMPOSITE_ON_CUDA): selective checkpointing sees the composite as one.
 Sources: transformers PreTrainedModel.gradient_checkpointing_enable; torch/utils/checkpoint.py
 (create_selective_checkpoint_contexts); torchtitan's option `selective` with a number (every N-th layer, counted from
@@ -245,6 +245,8 @@ def policy_regions(policy: Policy, graph: StepGraph) -> list[Region]:
 def policy_plan(policy: Policy, graph: StepGraph) -> dict:
     """What `apply_checkpoint_plan` does to a model for this policy."""
     plan: dict = {"checkpointed": policy.modules(graph)}
+    if isinstance(policy, Reentrant):
+        plan["use_reentrant"] = True
     if hasattr(policy, "save_ops"):
         plan |= {
             "save_ops": list(policy.save_ops),
@@ -253,9 +255,28 @@ def policy_plan(policy: Policy, graph: StepGraph) -> dict:
     return plan
 
 
+@dataclass(frozen=True, slots=True)
+class Reentrant:
+    """Another policy's modules, each under a reentrant checkpoint (`use_reentrant=True`)."""
+
+    policy: Policy
+
+    @property
+    def name(self) -> str:
+        return f"reentrant:{self.policy.name}"
+
+    def modules(self, graph: StepGraph) -> list[str]:
+        return self.policy.modules(graph)
+
+    def regions(self, graph: StepGraph) -> list[Region]:
+        from metapeak.strategies.recompute import regions_of
+
+        return regions_of(graph, self.modules(graph), reentrant=True)
+
+
 def parse_policy(text: str) -> Policy:
     """The policy of an option's value: none, full, every:N, layers:0-15,20, modules:PATTERN[,PATTERN],
-    selective:torchtitan, selective:matmul-every-2, selective:ops=NAME[,NAME].
+    selective:torchtitan, selective:matmul-every-2, selective:ops=NAME[,NAME], reentrant:POLICY.
 
     Raises InputError for anything else.
 
@@ -279,6 +300,11 @@ def parse_policy(text: str) -> Policy:
                 raise InputError(f"checkpointing {text}: the range {part} runs backwards.")
             numbers.update(range(int(first), int(last or first) + 1))
         return Blocks(tuple(sorted(numbers)))
+    if kind == "reentrant":
+        inner = parse_policy(rest)
+        if hasattr(inner, "regions") or isinstance(inner, Nothing):
+            raise InputError(f"checkpointing {text}: a reentrant checkpoint takes full, every:, layers: or modules:.")
+        return Reentrant(inner)
     if kind == "modules" and rest:
         return Modules(tuple(rest.split(",")))
     if kind == "selective":
@@ -290,7 +316,8 @@ def parse_policy(text: str) -> Policy:
             return SelectiveOps(tuple(rest.removeprefix("ops=").split(",")))
     raise InputError(
         f"Unknown checkpointing policy '{text}'. Known: none, full, every:N, layers:0-15,20, "
-        "modules:PATTERN[,PATTERN], selective:torchtitan, selective:matmul-every-2, selective:ops=NAME[,NAME]."
+        "modules:PATTERN[,PATTERN], selective:torchtitan, selective:matmul-every-2, selective:ops=NAME[,NAME], "
+        "reentrant:POLICY."
     )
 
 
@@ -384,12 +411,12 @@ def apply_checkpoint_plan(model: torch.nn.Module, plan: Mapping[str, Any]) -> No
     `plan` is what `metapeak checkpointing --plan FILE` writes: {"checkpointed": [module paths], ...}. With "save_ops",
     a list of operators (`mm` or `aten.mm.default`), their outputs are saved inside the regions (selective
     checkpointing); with "every_second_matmul" true, of the matrix products among them only the first, third, ... of
-    each region. Works on any nn.Module. Raises InputError for a module that the model does not have, or an operator
-    that torch does not.
+    each region; with "use_reentrant" true the checkpoints are reentrant.
+    Works on any nn.Module. Raises InputError for a module that the model does not have, or an operator that torch does
+    not.
     """
-    from torch.utils.checkpoint import checkpoint
 
-    options: dict = {"use_reentrant": False}
+    options: dict = {"use_reentrant": bool(plan.get("use_reentrant"))}
     if plan.get("save_ops"):
         _check_operators(plan["save_ops"])
         options["context_fn"] = functools.partial(
@@ -403,7 +430,14 @@ def apply_checkpoint_plan(model: torch.nn.Module, plan: Mapping[str, Any]) -> No
             raise InputError(
                 f"The checkpoint plan names '{name}', which {type(model).__name__} does not have."
             ) from error
-        module.forward = functools.partial(checkpoint, module.forward, **options)
+        module.forward = functools.partial(_checkpointed_call, module.forward, options)
+
+
+def _checkpointed_call(forward, options: dict, *args, **kwargs):
+    """One call under a checkpoint; keyword arguments go into the closure, since a reentrant one takes none."""
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(functools.partial(forward, **kwargs), *args, **options)
 
 
 def _check_operators(names: Iterable[str]) -> None:

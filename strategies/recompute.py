@@ -6,7 +6,7 @@ until backward has used it. Outputs of operations that a region keeps (selective
 Note [Kept operations].
 Where each byte comes from: sizes, and the instants at which Python lets go of a tensor and at which backward reads and
 releases a saved one, are those of the trace (tracer/saved_tensors.py).
-Not modelled: nested regions, reentrant checkpoints, offload.
+Not modelled: nested regions, offload.
 Sources: torch/utils/checkpoint.py, _checkpoint_without_reentrant_generator, _checkpoint_hook, _recomputation_hook,
 _CachingTorchDispatchMode, _CachedTorchDispatchMode.
 
@@ -19,6 +19,13 @@ Note [Kept operations]
     A view's cache entry would be the storage of whatever it is a view of, and which of two storages a tensor of the
     recompute holds is not recorded: operations that make no storage of their own are refused. So are operations whose
     output is written in place before it is taken out: the library raises in backward then.
+
+Note [Reentrant]
+    A reentrant checkpoint is one node of autograd's graph. Before the first backward operation of the region it runs
+    the whole region again, with grad and without an early stop, and then a backward of its own through what it made: so
+    recomputed tensors are saved variables and live until their node is released, and the region's outputs and their
+    gradients until that backward is over. Keyword arguments are held by the node's closure, not as saved variables:
+    they live as long as the graph does, that is, as the loss. Source: torch/utils/checkpoint.py, CheckpointFunction.
 """
 
 from __future__ import annotations
@@ -30,7 +37,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from metapeak.tracer.errors import InputError
-from metapeak.tracer.graph import StepGraph
+from metapeak.tracer.graph import StepGraph, values_in
 from metapeak.tracer.liveness import Category, Liveness, Phase
 
 
@@ -41,6 +48,7 @@ class Region:
     `stop` is the operation before which the recompute ends; `wanted` (and its tick) the operation before which
     backward first reads a save, None when it reads none; `over` (tick, operations recorded) when the last of its saves
     is released. `kept`: operations, in order, whose outputs are cached in forward and that do not run again.
+    `reentrant`: see Note [Reentrant].
     """
 
     begin: int
@@ -53,6 +61,9 @@ class Region:
     over: tuple[int, int]
     inputs: tuple[int, ...]
     kept: tuple[int, ...] = ()
+    reentrant: bool = False
+    keywords: tuple[int, ...] = ()
+    graph_over: tuple[int, int] = (0, 0)
 
     @property
     def operations(self) -> np.ndarray:
@@ -75,7 +86,7 @@ class Region:
         return operation - self.begin - np.searchsorted(np.array(self.kept, dtype=np.int64), operation)
 
 
-def regions_of(graph: StepGraph, modules: Iterable[str]) -> list[Region]:
+def regions_of(graph: StepGraph, modules: Iterable[str], *, reentrant: bool = False) -> list[Region]:
     """The calls of these modules that saved something, in order of the trace.
 
     Raises InputError for a module that the step never called and for regions inside one another.
@@ -91,7 +102,7 @@ def regions_of(graph: StepGraph, modules: Iterable[str]) -> list[Region]:
     regions = []
     for call, module in enumerate(saved.call_module):
         if module in wanted and saved.call_saves[call][0] < saved.call_saves[call][1]:
-            region = _region(graph, call)
+            region = _reentrant_region(graph, call) if reentrant else _region(graph, call)
             if regions and region.begin < regions[-1].end:
                 raise InputError(f"Module '{wanted[module]}' lies inside another checkpointed module.")
             regions.append(region)
@@ -115,6 +126,41 @@ def _region(graph: StepGraph, call: int) -> Region:
         over=max((saved.released_tick[save], saved.released[save]) for save in saves),
         inputs=saved.call_inputs[call],
     )
+
+
+def _reentrant_region(graph: StepGraph, call: int) -> Region:
+    """See Note [Reentrant]."""
+    saved, plain = graph.saved, _region(graph, call)
+    first, last = np.searchsorted(saved.backward_of_sorted[0], [plain.begin, plain.end])
+    operations = saved.backward_of_sorted[1][first:last]
+    events = [(plain.wanted_tick, plain.wanted)] if plain.wanted is not None else []
+    events += [(saved.op_tick[operation], int(operation)) for operation in operations]
+    if not events:
+        return replace(plain, reentrant=True)
+    wanted_tick, wanted = min(events)
+    ends = [plain.over, *((saved.op_tick[operation], int(operation) + 1) for operation in operations)]
+    reads = {
+        graph.value_storage[value] for node in operations for value in values_in((graph.args[node], graph.kwargs[node]))
+    }
+    gradients = {row for row in reads if graph.phase[graph.birth[row]] == Phase.BACKWARD and graph.birth[row] < wanted}
+    return replace(
+        plain,
+        reentrant=True,
+        stop=plain.end,
+        stop_tick=saved.call_ticks[call][1],
+        wanted=wanted,
+        wanted_tick=wanted_tick,
+        over=max(ends),
+        inputs=tuple({*plain.inputs, *gradients}),
+        keywords=saved.call_keywords[call],
+        graph_over=_graph_over(graph, plain.begin),
+    )
+
+
+def _graph_over(graph: StepGraph, operation: int) -> tuple[int, int]:
+    """(tick, operations recorded) when the autograd graph of an operation's iteration goes: with its loss."""
+    loss = graph.saved.losses[graph.iteration[operation] - 1]
+    return graph.saved.eager_death_tick[loss], graph.saved.eager_death[loss]
 
 
 def keeping(graph: StepGraph, regions: Iterable[Region], operations: Iterable[int]) -> list[Region]:
@@ -190,6 +236,8 @@ def checkpointed(graph: StepGraph, regions: Iterable[Region]) -> Liveness:
     for region in regions:
         inputs = np.array(region.inputs, dtype=np.int64)
         death = latest(death, inputs, np.tile(region.over, (len(inputs), 1)))
+        keywords = np.array(region.keywords, dtype=np.int64)
+        death = latest(death, keywords, np.tile(region.graph_over, (len(keywords), 1)))
         if region.left_in_cache:
             left = np.flatnonzero(np.isin(plain.birth, region.left_in_cache))
             death = latest(death, left, np.tile(region.over, (len(left), 1)))
@@ -309,12 +357,15 @@ def recomputed(plain: Liveness, holds: Holds, region: Region) -> Copies:
     saves = np.arange(region.saves.start, region.saves.stop)
     # A recomputed tensor leaves the checkpoint's hands when backward reads it, before the node is released; one that
     # backward does not read stays until then.
-    unread = saves[~holds.was_read[saves]]
+    unread = saves if region.reentrant else saves[~holds.was_read[saves]]
     ghosts = np.flatnonzero((holds.ghost_save >= region.saves.start) & (holds.ghost_save < region.saves.stop))
     storages = np.concatenate([holds.save_row[unread], holds.save_row[holds.ghost_save[ghosts]]])
     until = np.concatenate([holds.release[unread], holds.ghost[ghosts]])
     held = (position[storages] >= 0) & (until[:, 0] > region.wanted_tick)
     after = latest(after, position[storages[held]], until[held])
+    if region.reentrant:
+        outputs = np.flatnonzero(~inside)
+        after = latest(after, outputs, np.tile(region.over, (len(outputs), 1)))
     return Copies(row=rows, birth=region.since_start(plain.birth[rows]), death=death, after=after)
 
 

@@ -185,10 +185,10 @@ class Recorder:
         """Append one operation; called by PhantomMode."""
         if self._interrupted:
             raise KeyboardInterrupt
-        module, source, _ = self._where()
+        module, source, forward = self._where()
         recorded_args = self._recorded(args)
         recorded_kwargs = {name: self._recorded(value) for name, value in kwargs.items()} if kwargs else kwargs
-        node = self._append_node(func, recorded_args, recorded_kwargs, module, source)
+        node = self._append_node(func, recorded_args, recorded_kwargs, module, source, forward)
         for position, output in enumerate(outputs):
             if output is not None:
                 self._append_value(node, position, output)
@@ -198,7 +198,7 @@ class Recorder:
                 self._forward_of[number] = node
             self._last_sequence = sequence
 
-    def _append_node(self, func, args, kwargs, module: int, source: int) -> int:
+    def _append_node(self, func, args, kwargs, module: int, source: int, forward: int = -1) -> int:
         graph = self.graph
         index = self._op_index.get(func)
         if index is None:
@@ -215,6 +215,7 @@ class Recorder:
         graph.recompute.append(self._phase is Phase.BACKWARD and bool(self._module_stack))
         if graph.saved is not None:
             graph.saved.op_tick.append(self.tick())
+            graph.saved.backward_of.append(forward)
         return node
 
     def _append_value(self, node: int, position: int, tensor: PhantomTensor) -> int:
@@ -272,7 +273,9 @@ class Recorder:
             saved.call_module.append(-1 if known is None else known)
             saved.call_ops.append([self.graph.num_ops, -1])
             saved.call_saves.append([len(saved.value), -1])
+            saved.call_ticks.append([self.tick(), -1])
             saved.call_inputs.append(())
+            saved.call_keywords.append(())
 
     def _watch_inputs(self) -> list:
         """Hooks on every module that note the storages of all its inputs, read or not: a checkpoint holds them."""
@@ -281,11 +284,20 @@ class Recorder:
 
         def note(module, args, kwargs):
             if self._open_calls:
-                tensors = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is PhantomTensor]
-                rows = {self.graph.value_storage[self.value_of(tensor)] for tensor in tensors}
-                self.graph.saved.call_inputs[self._open_calls[-1]] = tuple(sorted(rows))
+                positional, keywords = self._rows_in(args), self._rows_in(kwargs)
+                self.graph.saved.call_inputs[self._open_calls[-1]] = tuple(sorted(positional | keywords))
+                self.graph.saved.call_keywords[self._open_calls[-1]] = tuple(sorted(keywords))
 
         return [module.register_forward_pre_hook(note, with_kwargs=True) for module in self._root.modules()]
+
+    def _rows_in(self, arguments) -> set[int]:
+        tensors = [leaf for leaf in tree_leaves(arguments) if type(leaf) is PhantomTensor]
+        return {self.graph.value_storage[self.value_of(tensor)] for tensor in tensors}
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """Remember whose death is the end of the iteration's autograd graph."""
+        if self._saves is not None and type(loss) is PhantomTensor:
+            self.graph.saved.losses.append(self.graph.value_storage[self.value_of(loss)])
 
     def _leave_module(self, module, args, output) -> None:
         if self._module_stack:
@@ -294,6 +306,7 @@ class Recorder:
             call = self._open_calls.pop()
             self.graph.saved.call_ops[call][1] = self.graph.num_ops
             self.graph.saved.call_saves[call][1] = len(self.graph.saved.value)
+            self.graph.saved.call_ticks[call][1] = self.tick()
 
     def _where(self) -> tuple[int, int, int]:
         """(module, source line, forward operation or -1) of the operation that is running."""
@@ -549,6 +562,7 @@ def _train(recorder, model, batch, optimizer, compute_loss, iterations, progress
         with recorder.phase(Phase.FORWARD, iteration):
             progress(f"iteration {iteration}: forward")
             loss = compute_loss(model, batch)
+            recorder.note_loss(loss)
         with recorder.phase(Phase.BACKWARD, iteration):
             progress(f"iteration {iteration}: backward")
             loss.backward()

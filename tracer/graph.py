@@ -10,6 +10,7 @@ write in place are new values on the same storage.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +44,9 @@ class SavedTensors:
     Rows of saves: `value` (the tensor), `packed`, `unpacked`, `released` (operations recorded so far at each event)
     with the ticks of each; unpacked is -1 for a tensor that backward never read.
     Rows of module calls: `call_module`, `call_ops` (first operation, operation after the last), `call_saves` likewise,
-    `call_inputs` (the storages of all its arguments).
+    `call_ticks` (when it began and ended), `call_inputs` (the storages of all its arguments),
+    `call_keywords` (of its keyword arguments). `losses`: the storage of each iteration's loss.
+    `backward_of` has a row an operation: the forward operation whose gradient it computes, -1 for none.
     `op_tick` has a row an operation. `eager_death`, `eager_death_tick` have a row a storage: when the last reference
     other than a save went. `ghosts` are the tensors that backward read in place of saved ones: (save, death, tick).
     """
@@ -58,11 +61,22 @@ class SavedTensors:
     call_module: list[int] = field(default_factory=list)
     call_ops: list[list[int]] = field(default_factory=list)
     call_saves: list[list[int]] = field(default_factory=list)
+    call_ticks: list[list[int]] = field(default_factory=list)
     call_inputs: list[tuple[int, ...]] = field(default_factory=list)
+    call_keywords: list[tuple[int, ...]] = field(default_factory=list)
+    losses: list[int] = field(default_factory=list)
+    backward_of: list[int] = field(default_factory=list)
     op_tick: list[int] = field(default_factory=list)
     eager_death: list[int] = field(default_factory=list)
     eager_death_tick: list[int] = field(default_factory=list)
     ghosts: list[list[int]] = field(default_factory=list)
+
+    @functools.cached_property
+    def backward_of_sorted(self) -> tuple[np.ndarray, np.ndarray]:
+        """(forward operations, their backward operations), in order of the forward operations."""
+        forward = np.asarray(self.backward_of)
+        order = np.argsort(forward, kind="stable")
+        return forward[order], order
 
 
 # Names of operations that are not operators: how a tensor that exists before the step comes in.
