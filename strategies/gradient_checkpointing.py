@@ -256,6 +256,24 @@ def policy_plan(policy: Policy, graph: StepGraph) -> dict:
 
 
 @dataclass(frozen=True, slots=True)
+class SelectiveAttention:
+    """The core of every attention, as Megatron's selective recompute: what is saved for scores and softmax goes."""
+
+    name: str = "selective:attention"
+
+    def modules(self, graph: StepGraph) -> list[str]:
+        from metapeak.tracer.core_attention import SUFFIX
+
+        found = [name for name in _called(graph) if name.endswith(SUFFIX)]
+        if not found:
+            raise InputError(
+                "checkpointing selective:attention: no attention of this model goes through transformers' "
+                "AttentionInterface, so its core is no region. Name modules: checkpointing modules:PATTERN."
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Reentrant:
     """Another policy's modules, each under a reentrant checkpoint (`use_reentrant=True`)."""
 
@@ -276,7 +294,7 @@ class Reentrant:
 
 def parse_policy(text: str) -> Policy:
     """The policy of an option's value: none, full, every:N, layers:0-15,20, modules:PATTERN[,PATTERN],
-    selective:torchtitan, selective:matmul-every-2, selective:ops=NAME[,NAME], reentrant:POLICY.
+    selective:attention, selective:torchtitan, selective:matmul-every-2, selective:ops=NAME[,NAME], reentrant:POLICY.
 
     Raises InputError for anything else.
 
@@ -308,6 +326,8 @@ def parse_policy(text: str) -> Policy:
     if kind == "modules" and rest:
         return Modules(tuple(rest.split(",")))
     if kind == "selective":
+        if rest == "attention":
+            return SelectiveAttention()
         if rest == "torchtitan":
             return SelectiveTorchtitan()
         if rest == "matmul-every-2":
@@ -316,8 +336,8 @@ def parse_policy(text: str) -> Policy:
             return SelectiveOps(tuple(rest.removeprefix("ops=").split(",")))
     raise InputError(
         f"Unknown checkpointing policy '{text}'. Known: none, full, every:N, layers:0-15,20, "
-        "modules:PATTERN[,PATTERN], selective:torchtitan, selective:matmul-every-2, selective:ops=NAME[,NAME], "
-        "reentrant:POLICY."
+        "modules:PATTERN[,PATTERN], selective:attention, selective:torchtitan, selective:matmul-every-2, "
+        "selective:ops=NAME[,NAME], reentrant:POLICY."
     )
 
 
@@ -416,6 +436,8 @@ def apply_checkpoint_plan(model: torch.nn.Module, plan: Mapping[str, Any]) -> No
     not.
     """
 
+    from metapeak.tracer.core_attention import SUFFIX, checkpoint_core_attention
+
     options: dict = {"use_reentrant": bool(plan.get("use_reentrant"))}
     if plan.get("save_ops"):
         _check_operators(plan["save_ops"])
@@ -425,12 +447,15 @@ def apply_checkpoint_plan(model: torch.nn.Module, plan: Mapping[str, Any]) -> No
 
     for name in plan["checkpointed"]:
         try:
-            module = model.get_submodule(name)
+            module = model.get_submodule(name.removesuffix(SUFFIX))
         except AttributeError as error:
             raise InputError(
                 f"The checkpoint plan names '{name}', which {type(model).__name__} does not have."
             ) from error
-        module.forward = functools.partial(_checkpointed_call, module.forward, options)
+        if name.endswith(SUFFIX):
+            checkpoint_core_attention(module, options)
+        else:
+            module.forward = functools.partial(_checkpointed_call, module.forward, options)
 
 
 def _checkpointed_call(forward, options: dict, *args, **kwargs):

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from metapeak.tracer import attention, composites, phantom_ops  # noqa: F401  (they register their operators)
 from metapeak.tracer.blocks import block_names
+from metapeak.tracer.core_attention import SUFFIX, around_core_attention
 from metapeak.tracer.dispatch import PhantomMode
 from metapeak.tracer.errors import InputError, MetapeakError, TraceError
 from metapeak.tracer.graph import LOAD, SavedTensors, StepGraph, Symbol, Value
@@ -64,6 +65,7 @@ class Recorder:
         self._saves = SaveLog(self) if decouple_saves else None
         self._tick = 0
         self._open_calls: list[int] = []
+        self._core_attentions: dict[int, int] = {}
         self.mode = PhantomMode(self)
         self._root = root
         self._op_index: dict[Any, int] = {}
@@ -127,6 +129,7 @@ class Recorder:
         try:
             with (
                 self._interruptible(),
+                self._attention_watched(),
                 self.mode,
                 torch.autograd.set_multithreading_enabled(False),
             ):
@@ -136,6 +139,9 @@ class Recorder:
                 hook.remove()
             if collected:
                 gc.enable()
+
+    def _attention_watched(self):
+        return around_core_attention(self._watch_attention) if self._saves is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -268,14 +274,51 @@ class Recorder:
             index = self._module_stack[-1] if self._module_stack else 0
         self._module_stack.append(index)
         if self._saves is not None and self._phase is Phase.FORWARD:
-            saved = self.graph.saved
-            self._open_calls.append(len(saved.call_module))
-            saved.call_module.append(-1 if known is None else known)
-            saved.call_ops.append([self.graph.num_ops, -1])
-            saved.call_saves.append([len(saved.value), -1])
-            saved.call_ticks.append([self.tick(), -1])
-            saved.call_inputs.append(())
-            saved.call_keywords.append(())
+            self._open_call(-1 if known is None else known)
+
+    def _open_call(self, module: int) -> None:
+        saved = self.graph.saved
+        self._open_calls.append(len(saved.call_module))
+        saved.call_module.append(module)
+        saved.call_ops.append([self.graph.num_ops, -1])
+        saved.call_saves.append([len(saved.value), -1])
+        saved.call_ticks.append([self.tick(), -1])
+        saved.call_inputs.append(())
+        saved.call_keywords.append(())
+
+    def _close_call(self) -> None:
+        saved, call = self.graph.saved, self._open_calls.pop()
+        saved.call_ops[call][1] = self.graph.num_ops
+        saved.call_saves[call][1] = len(saved.value)
+        saved.call_ticks[call][1] = self.tick()
+
+    def _note_inputs(self, args, kwargs) -> None:
+        positional, keywords = self._rows_in(args), self._rows_in(kwargs)
+        self.graph.saved.call_inputs[self._open_calls[-1]] = tuple(sorted(positional | keywords))
+        self.graph.saved.call_keywords[self._open_calls[-1]] = tuple(sorted(keywords))
+
+    def _watch_attention(self, function: Callable) -> Callable:
+        """The attention function of a module, its calls noted as those of a module `core_attention` inside it."""
+
+        def attend(module, *args, **kwargs):
+            if self._phase is not Phase.FORWARD or id(module) not in self._module_index:
+                return function(module, *args, **kwargs)
+            self._open_call(self._core_attention_of(self._module_index[id(module)]))
+            self._note_inputs(args, kwargs)
+            try:
+                return function(module, *args, **kwargs)
+            finally:
+                self._close_call()
+
+        return attend
+
+    def _core_attention_of(self, module: int) -> int:
+        names = self.graph.module_names
+        if module not in self._core_attentions:
+            self._core_attentions[module] = len(names)
+            names.append(names[module] + SUFFIX)
+            self.graph.module_classes.append("core attention")
+        return self._core_attentions[module]
 
     def _watch_inputs(self) -> list:
         """Hooks on every module that note the storages of all its inputs, read or not: a checkpoint holds them."""
@@ -284,9 +327,7 @@ class Recorder:
 
         def note(module, args, kwargs):
             if self._open_calls:
-                positional, keywords = self._rows_in(args), self._rows_in(kwargs)
-                self.graph.saved.call_inputs[self._open_calls[-1]] = tuple(sorted(positional | keywords))
-                self.graph.saved.call_keywords[self._open_calls[-1]] = tuple(sorted(keywords))
+                self._note_inputs(args, kwargs)
 
         return [module.register_forward_pre_hook(note, with_kwargs=True) for module in self._root.modules()]
 
@@ -303,10 +344,7 @@ class Recorder:
         if self._module_stack:
             self._module_stack.pop()
         if self._open_calls:
-            call = self._open_calls.pop()
-            self.graph.saved.call_ops[call][1] = self.graph.num_ops
-            self.graph.saved.call_saves[call][1] = len(self.graph.saved.value)
-            self.graph.saved.call_ticks[call][1] = self.tick()
+            self._close_call()
 
     def _where(self) -> tuple[int, int, int]:
         """(module, source line, forward operation or -1) of the operation that is running."""

@@ -16,6 +16,7 @@ from metapeak.strategies.checkpoint_table import checkpoint_table
 from metapeak.strategies.gradient_checkpointing import CheckpointEveryBlock, apply_checkpoint_plan, parse_policy
 from metapeak.strategies.recompute import checkpointed, regions_of
 from metapeak.tracer.capture import record_training_step
+from metapeak.tracer.errors import InputError
 from metapeak.tracer.flops import operation_flops
 from metapeak.tracer.liveness import Phase
 from tests.agreement.families import FAMILIES
@@ -84,6 +85,17 @@ def test_every_block_as_the_model_s_own_switch(family):
         assert timeline(rewritten) == timeline(retrace(family, parse_policy("full").modules(graph)))
     else:
         assert timeline(rewritten) == timeline(switched.liveness())
+
+
+@by_name
+def test_core_attention(family):
+    graph = trace(family)
+    if family.name in ("mamba", "gpt2 without interface"):
+        with pytest.raises(InputError, match="no attention of this model"):
+            parse_policy("selective:attention").modules(graph)
+        return
+    names = parse_policy("selective:attention").modules(graph)
+    assert timeline(checkpointed(graph, regions_of(graph, names))) == timeline(retrace(family, names))
 
 
 # Operators by which a step with reentrant checkpoints differs from the rewrite, with the reason.
