@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from metapeak.reports.data import SCHEMA_VERSION, model_record, options_record
 from metapeak.reports.sizes import gib, size
-from metapeak.reports.summary import print_head, print_sentences
+from metapeak.reports.summary import NARROW, print_head, print_sentences
 from metapeak.strategies.checkpoint_study import CheckpointStudy, LayerResult, PolicyResult
 from metapeak.tracer.simulation import RankResult
 
@@ -64,7 +65,7 @@ def print_study(study: CheckpointStudy, console: Console, verified: dict[str, Ra
     """Print the whole report."""
     print_head(study.simulation, study.simulation.worst, console)
     console.print()
-    console.print(_policies("Policies", study.policies, verified))
+    console.print(_policies("Policies", study.policies, verified, console))
     if len({result.rank.peak_at.phase for result in study.policies}) == 1:
         phase = study.policies[0].rank.peak_at.phase
         if phase == "optimizer":
@@ -72,39 +73,39 @@ def print_study(study: CheckpointStudy, console: Console, verified: dict[str, Ra
     console.print()
     _curves(study.policies, console)
     console.print()
-    console.print(_layers(study.layers))
+    console.print(_layers(study.layers, console))
     console.print()
-    console.print(_policies("Pareto frontier: no plan has a lower peak for less recompute", study.frontier, None))
+    console.print(
+        _policies("Pareto frontier: no plan has a lower peak for less recompute", study.frontier, None, console)
+    )
     if study.plan is not None:
         _plan(study, console)
     print_sentences("Assumed", study.simulation.how.assumptions, console)
     print_sentences("Not modelled", study.simulation.how.not_modelled, console)
 
 
-def _policies(title: str, results: tuple[PolicyResult, ...], verified: dict[str, RankResult] | None) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("policy")
-    table.add_column("blocks", justify="right")
-    table.add_column("peak GiB", justify="right")
-    table.add_column("in")
-    table.add_column("saved GiB", justify="right")
-    table.add_column("recompute TFLOP", justify="right")
-    table.add_column("of the step", justify="right")
+def _policies(
+    title: str, results: tuple[PolicyResult, ...], verified: dict[str, RankResult] | None, console: Console
+) -> Table:
+    columns: dict[str, Callable[[PolicyResult], str]] = {
+        "modules": lambda result: str(len(result.modules)),
+        "peak GiB": lambda result: gib(result.rank.allocated_bytes),
+        "in": lambda result: result.rank.peak_at.phase,
+        "saved GiB": lambda result: gib(result.saved_bytes),
+        "recompute TFLOP": lambda result: f"{result.recompute_flops / 1e12:.3g}",
+        "of the step": lambda result: f"+{result.extra_flops_percent:.1f} %",
+    }
+    if console.width < NARROW:
+        for name in ("modules", "in", "recompute TFLOP"):
+            del columns[name]
     if verified:
-        table.add_column("re-traced", justify="right")
+        columns["re-traced"] = lambda result: _agreement(result, verified)
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("policy", overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="left" if name == "in" else "right", no_wrap=True)
     for result in results:
-        row = [
-            result.policy,
-            str(len(result.modules)),
-            gib(result.rank.allocated_bytes),
-            result.rank.peak_at.phase,
-            gib(result.saved_bytes),
-            f"{result.recompute_flops / 1e12:.3g}",
-            f"+{result.extra_flops_percent:.1f} %",
-        ]
-        if verified:
-            row.append(_agreement(result, verified))
-        table.add_row(*row)
+        table.add_row(result.policy, *(cell(result) for cell in columns.values()))
     return table
 
 
@@ -115,21 +116,24 @@ def _agreement(result: PolicyResult, verified: dict[str, RankResult]) -> str:
     return "equal" if difference == 0 else f"{difference:+,} B"
 
 
-def _layers(layers: tuple[LayerResult, ...]) -> Table:
+def _layers(layers: tuple[LayerResult, ...], console: Console) -> Table:
     """Equal neighbours are one row."""
+    narrow = console.width < NARROW
     table = Table(title="Layers, each alone", title_justify="left", box=None, pad_edge=False)
-    table.add_column("layers")
-    table.add_column("kind")
-    table.add_column("saves", justify="right")
-    table.add_column("keeps if checkpointed", justify="right")
-    table.add_column("recompute TFLOP", justify="right")
-    table.add_column("", no_wrap=True)
+    table.add_column("layers", overflow="fold")
+    table.add_column("saves", justify="right", no_wrap=True)
+    table.add_column("keeps" if narrow else "keeps if checkpointed", justify="right", no_wrap=True)
+    table.add_column("TFLOP" if narrow else "recompute TFLOP", justify="right", no_wrap=True)
+    if not narrow:
+        table.add_column("kind", no_wrap=True)
+        table.add_column("", no_wrap=True)
     most = max((layer.saved_bytes for layer in layers), default=0)
     for first, last, layer in _runs(layers):
         name = first.layer if first is last else f"{first.layer} ... {last.layer}"
         bar = "█" * round(_BAR_WIDTH * layer.saved_bytes / most) if most else ""
-        kept = f"{layer.recompute_flops / 1e12:.3g}"
-        table.add_row(name, layer.kind, size(layer.saved_bytes), size(layer.kept_bytes_if_checkpointed), kept, bar)
+        row = [name, size(layer.saved_bytes), size(layer.kept_bytes_if_checkpointed)]
+        row.append(f"{layer.recompute_flops / 1e12:.3g}")
+        table.add_row(*row, *([] if narrow else [layer.kind, bar]))
     return table
 
 

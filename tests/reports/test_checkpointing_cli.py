@@ -98,6 +98,13 @@ def test_the_report_shows_tables_and_curves(folder):
     assert "█" in done.stdout
 
 
+def test_a_narrow_terminal_is_not_overrun(folder):
+    done = metapeak("checkpointing", ".", *STEP, cwd=folder, COLUMNS="60")
+    assert done.returncode == 0
+    assert max(len(line) for line in done.stdout.splitlines()) <= 60
+    assert "…" not in done.stdout  # nothing cut
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
