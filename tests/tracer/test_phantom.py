@@ -13,25 +13,7 @@ from metapeak.tracer.capture import record_training_step
 from metapeak.tracer.dispatch import PhantomMode
 from metapeak.tracer.errors import TraceError
 from metapeak.tracer.phantom import DEVICE, PhantomTensor
-
-
-class Log:
-    """An observer that keeps operator names."""
-
-    def __init__(self):
-        self.names = []
-
-    def record(self, func, args, kwargs, outputs):
-        self.names.append(str(func))
-
-    def location(self):
-        return len(self.names), ""
-
-
-@pytest.fixture
-def mode():
-    with PhantomMode(Log()) as mode, torch.autograd.set_multithreading_enabled(False):
-        yield mode
+from tests.tracer.conftest import Log
 
 
 def test_tensors_say_that_they_are_on_the_phantom_gpu(mode):
