@@ -3,7 +3,7 @@
 What it changes: `torch.utils.checkpoint` (non-reentrant, early stop) around blocks or other modules.
 Where each byte comes from: `CheckpointEveryBlock` runs the real checkpoint code, switched on the way transformers does;
 `GradientCheckpointing` rewrites the recorded step (recompute.py), which equals the re-trace operation by operation.
-Not modelled: offload, nested regions; saving operators of which CUDA runs a composite's parts (those of
+Not modelled: offload; saving operators of which CUDA runs a composite's parts (those of
 _safe_softmax, see COMPOSITE_ON_CUDA): selective checkpointing sees the composite as one.
 Sources: transformers PreTrainedModel.gradient_checkpointing_enable; torch/utils/checkpoint.py
 (create_selective_checkpoint_contexts); torchtitan's option `selective` with a number (every N-th layer, counted from
@@ -256,6 +256,29 @@ def policy_plan(policy: Policy, graph: StepGraph) -> dict:
 
 
 @dataclass(frozen=True, slots=True)
+class Nested:
+    """All blocks, and inside them the modules whose path matches one of the patterns."""
+
+    patterns: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return "nested:" + ",".join(self.patterns)
+
+    def modules(self, graph: StepGraph) -> list[str]:
+        blocks = set(_blocks(graph))
+        inside = {
+            name
+            for name in _called(graph)
+            if name.startswith(tuple(block + "." for block in blocks))
+            and any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
+        }
+        if not inside:
+            raise InputError(f"checkpointing {self.name} matches no module inside the blocks.")
+        return [name for name in _called(graph) if name in blocks | inside]
+
+
+@dataclass(frozen=True, slots=True)
 class SelectiveAttention:
     """The core of every attention, as Megatron's selective recompute: what is saved for scores and softmax goes."""
 
@@ -293,7 +316,7 @@ class Reentrant:
 
 
 def parse_policy(text: str) -> Policy:
-    """The policy of an option's value: none, full, every:N, layers:0-15,20, modules:PATTERN[,PATTERN],
+    """The policy of an option's value: none, full, every:N, layers:0-15,20, modules:PATTERN[,PATTERN], nested:PATTERN,
     selective:attention, selective:torchtitan, selective:matmul-every-2, selective:ops=NAME[,NAME], reentrant:POLICY.
 
     Raises InputError for anything else.
@@ -320,11 +343,11 @@ def parse_policy(text: str) -> Policy:
         return Blocks(tuple(sorted(numbers)))
     if kind == "reentrant":
         inner = parse_policy(rest)
-        if hasattr(inner, "regions") or isinstance(inner, Nothing):
+        if hasattr(inner, "regions") or isinstance(inner, (Nothing, Nested)):
             raise InputError(f"checkpointing {text}: a reentrant checkpoint takes full, every:, layers: or modules:.")
         return Reentrant(inner)
-    if kind == "modules" and rest:
-        return Modules(tuple(rest.split(",")))
+    if kind in ("modules", "nested") and rest:
+        return (Modules if kind == "modules" else Nested)(tuple(rest.split(",")))
     if kind == "selective":
         if rest == "attention":
             return SelectiveAttention()
@@ -336,7 +359,7 @@ def parse_policy(text: str) -> Policy:
             return SelectiveOps(tuple(rest.removeprefix("ops=").split(",")))
     raise InputError(
         f"Unknown checkpointing policy '{text}'. Known: none, full, every:N, layers:0-15,20, "
-        "modules:PATTERN[,PATTERN], selective:attention, selective:torchtitan, selective:matmul-every-2, "
+        "modules:PATTERN[,PATTERN], nested:PATTERN[,PATTERN], selective:attention, selective:torchtitan, selective:matmul-every-2, "
         "selective:ops=NAME[,NAME], reentrant:POLICY."
     )
 

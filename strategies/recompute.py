@@ -6,7 +6,7 @@ until backward has used it. Outputs of operations that a region keeps (selective
 Note [Kept operations].
 Where each byte comes from: sizes, and the instants at which Python lets go of a tensor and at which backward reads and
 releases a saved one, are those of the trace (tracer/saved_tensors.py).
-Not modelled: nested regions, offload.
+Not modelled: offload.
 Sources: torch/utils/checkpoint.py, _checkpoint_without_reentrant_generator, _checkpoint_hook, _recomputation_hook,
 _CachingTorchDispatchMode, _CachedTorchDispatchMode.
 
@@ -19,6 +19,12 @@ Note [Kept operations]
     A view's cache entry would be the storage of whatever it is a view of, and which of two storages a tensor of the
     recompute holds is not recorded: operations that make no storage of their own are refused. So are operations whose
     output is written in place before it is taken out: the library raises in backward then.
+
+Note [Nested]
+    A region inside another one: its positional inputs are saved for the outer region, which makes them again; its
+    keyword arguments are held by its closure. When backward wants the inner region, its inputs start the outer one's
+    recompute, in which the inner region runs as in forward, keeping nothing; then the inner one runs again. The outer
+    recompute stops where the last tensor was saved for itself, an inner region's input counting as one.
 
 Note [Reentrant]
     A reentrant checkpoint is one node of autograd's graph. Before the first backward operation of the region it runs
@@ -48,7 +54,8 @@ class Region:
     `stop` is the operation before which the recompute ends; `wanted` (and its tick) the operation before which
     backward first reads a save, None when it reads none; `over` (tick, operations recorded) when the last of its saves
     is released. `kept`: operations, in order, whose outputs are cached in forward and that do not run again.
-    `reentrant`: see Note [Reentrant].
+    `reentrant`: see Note [Reentrant]. `inner` (saves of regions inside), `handed_in`, `kept_for_inner` (storage, tick,
+    operations recorded) and `kept_to_its_end`: see Note [Nested].
     """
 
     begin: int
@@ -64,6 +71,18 @@ class Region:
     reentrant: bool = False
     keywords: tuple[int, ...] = ()
     graph_over: tuple[int, int] = (0, 0)
+    inner: tuple[range, ...] = ()
+    handed_in: tuple[int, ...] = ()
+    kept_for_inner: tuple[tuple[int, int, int], ...] = ()
+    kept_to_its_end: tuple[int, ...] = ()
+
+    @property
+    def own_saves(self) -> np.ndarray:
+        """The saves of the region itself, not those of regions inside it."""
+        saves = np.arange(self.saves.start, self.saves.stop)
+        for part in self.inner:
+            saves = saves[(saves < part.start) | (saves >= part.stop)]
+        return saves
 
     @property
     def operations(self) -> np.ndarray:
@@ -89,7 +108,7 @@ class Region:
 def regions_of(graph: StepGraph, modules: Iterable[str], *, reentrant: bool = False) -> list[Region]:
     """The calls of these modules that saved something, in order of the trace.
 
-    Raises InputError for a module that the step never called and for regions inside one another.
+    Raises InputError for a module that the step never called, and for reentrant regions inside one another.
     """
     saved = graph.saved
     wanted = {graph.module_names.index(name) if name in graph.module_names else -1: name for name in modules}
@@ -99,14 +118,71 @@ def regions_of(graph: StepGraph, modules: Iterable[str], *, reentrant: bool = Fa
     for index, name in wanted.items():
         if index not in called:
             raise InputError(f"Module '{name}' is not called in the forward pass, so it cannot be checkpointed.")
-    regions = []
+    regions, calls = [], []
     for call, module in enumerate(saved.call_module):
         if module in wanted and saved.call_saves[call][0] < saved.call_saves[call][1]:
             region = _reentrant_region(graph, call) if reentrant else _region(graph, call)
-            if regions and region.begin < regions[-1].end:
-                raise InputError(f"Module '{wanted[module]}' lies inside another checkpointed module.")
+            if reentrant and regions and region.begin < regions[-1].end:
+                raise InputError(f"Module '{wanted[module]}' lies inside another one: reentrant checkpoints cannot.")
             regions.append(region)
+            calls.append(call)
+    return _nested(graph, regions, calls)
+
+
+def _nested(graph: StepGraph, regions: list[Region], calls: list[int]) -> list[Region]:
+    """The regions with what lies inside one another settled, innermost first; see Note [Nested]."""
+    saved, regions = graph.saved, list(regions)
+    parent = _parents(regions)
+    for outer in reversed(range(len(regions))):
+        children = [index for index, above in enumerate(parent) if above == outer]
+        if not children:
+            continue
+        region = replace(regions[outer], inner=tuple(regions[child].saves for child in children))
+        own = region.own_saves
+        wants = [(saved.unpacked_tick[save], saved.unpacked[save]) for save in own if saved.unpacked[save] >= 0]
+        stops = [(saved.packed_tick[save], saved.packed[save]) for save in own]
+        overs = [(saved.released_tick[save], saved.released[save]) for save in own]
+        for_inner, to_the_end = [], set()
+        for child in children:
+            inner, keywords = regions[child], set(saved.call_keywords[calls[child]])
+            handed_in = set(saved.call_inputs[calls[child]]) - keywords
+            regions[child] = replace(inner, inputs=tuple(keywords), handed_in=tuple(handed_in))
+            overs.append(inner.over)
+            to_the_end |= keywords
+            if handed_in:
+                stops.append((saved.call_ticks[calls[child]][0], inner.begin))
+                if inner.wanted is not None:
+                    wants.append((inner.wanted_tick, inner.wanted))
+                    for_inner += [(row, inner.wanted_tick + 1, inner.wanted) for row in handed_in]
+                for_inner += [
+                    (row, tick, count)
+                    for save, count, tick in saved.ghosts
+                    if save in inner.saves and (row := graph.value_storage[saved.value[save]]) in handed_in
+                ]
+        wanted_tick, wanted = min(wants, default=(0, None))
+        stop_tick, stop = max(stops)
+        regions[outer] = replace(
+            region,
+            wanted=wanted,
+            wanted_tick=wanted_tick - 1,  # before the inner region's recompute, which its inputs start
+            stop=stop,
+            stop_tick=stop_tick,
+            over=max(overs),
+            kept_for_inner=tuple(for_inner),
+            kept_to_its_end=tuple(to_the_end),
+        )
     return regions
+
+
+def _parents(regions: list[Region]) -> list[int]:
+    """For each region, in order of calls, the innermost one around it, -1 for none."""
+    parents, open_regions = [], []
+    for index, region in enumerate(regions):
+        while open_regions and regions[open_regions[-1]].end <= region.begin:
+            open_regions.pop()
+        parents.append(open_regions[-1] if open_regions else -1)
+        open_regions.append(index)
+    return parents
 
 
 def _region(graph: StepGraph, call: int) -> Region:
@@ -224,12 +300,16 @@ def checkpointed(graph: StepGraph, regions: Iterable[Region]) -> Liveness:
     region_of_save = np.full(len(holds.save_row), -1, dtype=np.int64)
     region_begin = np.array([region.begin for region in regions], dtype=np.int64)
     for index, region in enumerate(regions):
-        region_of_save[region.saves.start : region.saves.stop] = index
+        region_of_save[region.saves.start : region.saves.stop] = index  # inner regions come later
 
     # Storages of the plain step: what a region saves of its own dies with Python's references.
     outside = region_of_save < 0
     if regions:
         outside |= plain.birth[holds.save_row] < region_begin[region_of_save]
+        for region in regions:
+            if region.handed_in:  # comes again from the recompute around it
+                part = slice(region.saves.start, region.saves.stop)
+                outside[part] &= ~np.isin(holds.save_row[part], region.handed_in)
     death = latest(holds.eager, holds.save_row[outside], holds.release[outside])
     of_ghost = outside[holds.ghost_save]
     death = latest(death, holds.save_row[holds.ghost_save[of_ghost]], holds.ghost[of_ghost])
@@ -351,16 +431,18 @@ def recomputed(plain: Liveness, holds: Holds, region: Region) -> Copies:
     position[rows] = np.arange(len(rows))
     # At the early stop everything that Python still holds goes.
     inside = holds.eager[rows, 0] < region.stop_tick
+    inside &= ~np.isin(rows, region.kept_to_its_end)
     death = np.where(inside, region.since_start(holds.eager[rows, 1]), region.length)
 
     after = np.full((len(rows), 2), -1, dtype=np.int64)
-    saves = np.arange(region.saves.start, region.saves.stop)
+    saves = region.own_saves
     # A recomputed tensor leaves the checkpoint's hands when backward reads it, before the node is released; one that
     # backward does not read stays until then.
     unread = saves if region.reentrant else saves[~holds.was_read[saves]]
-    ghosts = np.flatnonzero((holds.ghost_save >= region.saves.start) & (holds.ghost_save < region.saves.stop))
-    storages = np.concatenate([holds.save_row[unread], holds.save_row[holds.ghost_save[ghosts]]])
-    until = np.concatenate([holds.release[unread], holds.ghost[ghosts]])
+    ghosts = np.flatnonzero(np.isin(holds.ghost_save, saves))
+    inner = np.array(region.kept_for_inner, dtype=np.int64).reshape(-1, 3)
+    storages = np.concatenate([holds.save_row[unread], holds.save_row[holds.ghost_save[ghosts]], inner[:, 0]])
+    until = np.concatenate([holds.release[unread], holds.ghost[ghosts], inner[:, 1:]])
     held = (position[storages] >= 0) & (until[:, 0] > region.wanted_tick)
     after = latest(after, position[storages[held]], until[held])
     if region.reentrant:

@@ -153,6 +153,19 @@ def test_random_sets_of_modules(family, data):
 
 
 @by_name
+@RANDOM
+@given(data=draw.data())
+def test_random_sets_of_nested_modules(family, data):
+    """Every block, and modules inside the blocks, inside one another too."""
+    graph = trace(family)
+    blocks = parse_policy("full").modules(graph)
+    inside = [name for name in modules(family) if name.startswith(tuple(block + "." for block in blocks))]
+    chosen = {*blocks, *data.draw(draw.lists(draw.sampled_from(inside), min_size=1, max_size=6))}
+    names = [name for name in modules(family) if name in chosen]
+    assert timeline(checkpointed(graph, regions_of(graph, names))) == timeline(retrace(family, names))
+
+
+@by_name
 @settings(RANDOM, max_examples=10)
 @given(data=draw.data())
 def test_relations_that_always_hold(family, data):

@@ -64,6 +64,13 @@ def test_patterns_select_modules_and_not_what_is_inside_them():
     assert parse_policy("modules:layers.1*").modules(graph) == ["layers.1"]
 
 
+def test_nested_takes_blocks_and_modules_inside():
+    names = parse_policy("nested:layers.[01].inner").modules(stack_graph())
+    assert names == ["layers.0", "layers.0.inner", "layers.1", "layers.1.inner", *(f"layers.{n}" for n in range(2, 8))]
+    with pytest.raises(InputError, match="matches no module inside"):
+        parse_policy("nested:*.outer").modules(stack_graph())
+
+
 @pytest.mark.parametrize("text", ["", "half", "every:0", "every:x", "layers:", "layers:a", "layers:5-2", "modules:"])
 def test_unknown_policies_are_refused(text):
     with pytest.raises(InputError):
