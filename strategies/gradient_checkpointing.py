@@ -358,9 +358,9 @@ def parse_policy(text: str) -> Policy:
         if re.fullmatch(r"ops=[\w.]+(,[\w.]+)*", rest):
             return SelectiveOps(tuple(rest.removeprefix("ops=").split(",")))
     raise InputError(
-        f"Unknown checkpointing policy '{text}'. Known: none, full, every:N, layers:0-15,20, modules:PATTERN[,PATTERN], "
-        "nested:PATTERN[,PATTERN], selective:attention, selective:torchtitan, selective:matmul-every-2, "
-        "selective:ops=NAME[,NAME], reentrant:POLICY."
+        f"Unknown checkpointing policy '{text}'. Known: none, full, every:N, layers:0-15,20, "
+        "modules:PATTERN[,PATTERN], nested:PATTERN[,PATTERN], selective:attention, selective:torchtitan, "
+        "selective:matmul-every-2, selective:ops=NAME[,NAME], reentrant:POLICY."
     )
 
 
