@@ -53,6 +53,7 @@ def _policy_record(result: PolicyResult, verified: dict[str, RankResult] | None)
         "peak": {"requested_bytes": result.rank.requested_bytes, "allocated_bytes": result.rank.allocated_bytes},
         "peak_at": {"phase": result.rank.peak_at.phase, "op": result.rank.peak_at.op},
         "saved_bytes": result.saved_bytes,
+        "host_bytes": result.host_bytes,
         "recompute_flops": result.recompute_flops,
         "extra_flops_percent": result.extra_flops_percent,
     }
@@ -95,6 +96,8 @@ def _policies(
         "recompute TFLOP": lambda result: f"{result.recompute_flops / 1e12:.3g}",
         "of the step": lambda result: f"+{result.extra_flops_percent:.1f} %",
     }
+    if any(result.host_bytes for result in results):
+        columns["on host GiB"] = lambda result: gib(result.host_bytes)
     if console.width < NARROW:
         for name in ("modules", "in", "recompute TFLOP"):
             del columns[name]

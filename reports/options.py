@@ -50,7 +50,7 @@ SETTINGS = (
     ),
     Setting(
         name="checkpointing", kind=str, default="none",
-        help="none, full, every:N, layers:0-15,20, modules:PATTERN[,PATTERN], nested:PATTERN[,PATTERN], "
+        help="none, full, every:N, layers:0-15,20, modules:PATTERN[,PATTERN], nested:PATTERN[,PATTERN], offload, "
         "selective:attention, selective:torchtitan, selective:matmul-every-2, selective:ops=NAME[,NAME] or "
         "reentrant:POLICY; default none",
     ),

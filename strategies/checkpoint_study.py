@@ -17,8 +17,10 @@ from metapeak.strategies.gradient_checkpointing import (
     EveryNth,
     GradientCheckpointing,
     Nothing,
+    Offload,
     Policy,
     SelectiveTorchtitan,
+    policy_liveness,
     policy_plan,
     policy_regions,
 )
@@ -39,21 +41,22 @@ _SOLVER_ROUNDS = 4
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyResult:
     """One policy: what `apply_checkpoint_plan` does for it, its rank (peak, phases, liveness), what is saved for
-    backward at the end of the steady forward, the FLOPs of its recompute in one iteration and their share of the plain
-    step's.
+    backward at the end of the steady forward, the most bytes on the host, the FLOPs of its recompute in one iteration
+    and their share of the plain step's.
     """
 
     policy: str
     plan: Mapping[str, Any]
     rank: RankResult
     saved_bytes: int
+    host_bytes: int
     recompute_flops: int
     extra_flops_percent: float
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Paths of the checkpointed modules."""
-        return tuple(self.plan["checkpointed"])
+        """Paths of the checkpointed or offloaded modules."""
+        return (*self.plan["checkpointed"], *self.plan.get("offloaded", ()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,8 +113,8 @@ def study_checkpointing(
     options=None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> CheckpointStudy:
-    """Compare policies (none, full, every second and fourth block, torchtitan's selective one, and `policies`) on one
-    traced step.
+    """Compare policies (none, full, every second and fourth block, torchtitan's selective one, offload, and `policies`)
+    on one traced step.
 
     `budget_bytes`, or else the GPU's usable memory less a CUDA context, asks for the plan. Raises InputError when no
     plan stays under the budget, with the least peak that one can reach and what holds it; and what `simulate` raises.
@@ -120,16 +123,15 @@ def study_checkpointing(
     simulation = simulate(model, step, [strategy], gpu=gpu, options=options, progress=progress)
     progress("comparing policies")
     judge = _Judge(simulation.graph, compute_capability_of(gpu))
-    compared = [Nothing(), EveryBlock(), EveryNth(2), EveryNth(4), SelectiveTorchtitan(), *policies]
-    results = {
-        policy.name: judge.result(policy.name, policy_plan(policy, judge.graph), policy_regions(policy, judge.graph))
-        for policy in compared
-    }
+    compared = [Nothing(), EveryBlock(), EveryNth(2), EveryNth(4), SelectiveTorchtitan(), Offload(), *policies]
+    results = {policy.name: judge.policy(policy) for policy in compared}
     candidates = judge.candidates(EveryBlock().modules(judge.graph))
     table = checkpoint_table(judge.graph, candidates)
     budget = budget_bytes if budget_bytes is not None else (gpu.usable_bytes - CONTEXT_BYTES_RANGE[1] if gpu else None)
     progress("solving for the best plan")
-    frontier = _frontier([*results.values(), *judge.steps_between(candidates, table)])
+    # A plan that moves bytes to the host costs transfers, which FLOPs do not show: it is compared, not ranked.
+    ranked = [result for result in results.values() if not result.host_bytes]
+    frontier = _frontier([*ranked, *judge.steps_between(candidates, table)])
     return CheckpointStudy(
         simulation=simulation,
         policies=tuple(results.values()),
@@ -155,14 +157,21 @@ class _Judge:
         regions = [(name, regions_of(self.graph, [name])) for name in modules]
         return [(name, members) for name, members in regions if members]
 
-    def result(self, name: str, plan: Mapping[str, Any], regions: Sequence[Region]) -> PolicyResult:
-        liveness = with_cublas_workspaces(checkpointed(self.graph, regions), self._capability)
-        again = self.cost(regions)
+    def policy(self, policy: Policy) -> PolicyResult:
+        regions = [] if isinstance(policy, Offload) else policy_regions(policy, self.graph)
+        liveness, host_bytes = policy_liveness(policy, self.graph)
+        return self._result(policy.name, policy_plan(policy, self.graph), liveness, self.cost(regions), host_bytes)
+
+    def _result(
+        self, name: str, plan: Mapping[str, Any], liveness: Liveness, again: int, host_bytes: int = 0
+    ) -> PolicyResult:
+        liveness = with_cublas_workspaces(liveness, self._capability)
         return PolicyResult(
             policy=name,
             plan=plan,
             rank=RankResult(rank=0, count=1, coordinates={}, liveness=liveness),
             saved_bytes=saved_bytes(liveness),
+            host_bytes=host_bytes,
             recompute_flops=again,
             extra_flops_percent=100 * again / max(self._step_flops, 1),
         )
@@ -239,7 +248,8 @@ class _Judge:
         taken = [candidate for candidate, take in zip(candidates, chosen) if take]
         plan = {"checkpointed": [name for name, _ in taken]}
         regions = sorted((region for _, members in taken for region in members), key=lambda region: region.begin)
-        return self.result(f"{len(taken)} of {len(candidates)} blocks", plan, regions)
+        name = f"{len(taken)} of {len(candidates)} blocks"
+        return self._result(name, plan, checkpointed(self.graph, regions), self.cost(regions))
 
     def _costs(self, candidates) -> np.ndarray:
         return np.array([self.cost(regions) for _, regions in candidates], dtype=np.float64)

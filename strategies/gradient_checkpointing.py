@@ -3,7 +3,7 @@
 What it changes: `torch.utils.checkpoint` (non-reentrant, early stop) around blocks or other modules.
 Where each byte comes from: `CheckpointEveryBlock` runs the real checkpoint code, switched on the way transformers does;
 `GradientCheckpointing` rewrites the recorded step (recompute.py), which equals the re-trace operation by operation.
-Not modelled: offload; saving operators of which CUDA runs a composite's parts (those of
+Offload to the host: offload.py. Not modelled: saving operators of which CUDA runs a composite's parts (those of
 _safe_softmax, see COMPOSITE_ON_CUDA): selective checkpointing sees the composite as one.
 Sources: transformers PreTrainedModel.gradient_checkpointing_enable; torch/utils/checkpoint.py
 (create_selective_checkpoint_contexts); torchtitan's option `selective` with a number (every N-th layer, counted from
@@ -242,8 +242,19 @@ def policy_regions(policy: Policy, graph: StepGraph) -> list[Region]:
     return regions_of(graph, policy.modules(graph))
 
 
+def policy_liveness(policy: Policy, graph: StepGraph) -> tuple[Liveness, int]:
+    """(the liveness of the step under a policy, the most bytes that it puts on the host)."""
+    from metapeak.strategies.offload import offloaded
+    from metapeak.strategies.recompute import checkpointed
+
+    regions = policy_regions(policy, graph)
+    return offloaded(graph, regions) if isinstance(policy, Offload) else (checkpointed(graph, regions), 0)
+
+
 def policy_plan(policy: Policy, graph: StepGraph) -> dict:
     """What `apply_checkpoint_plan` does to a model for this policy."""
+    if isinstance(policy, Offload):
+        return {"checkpointed": [], "offloaded": policy.modules(graph)}
     plan: dict = {"checkpointed": policy.modules(graph)}
     if isinstance(policy, Reentrant):
         plan["use_reentrant"] = True
@@ -297,6 +308,16 @@ class SelectiveAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class Offload:
+    """All blocks, with everything that they save copied to the host until backward reads it; nothing runs again."""
+
+    name: str = "offload"
+
+    def modules(self, graph: StepGraph) -> list[str]:
+        return _blocks(graph)
+
+
+@dataclass(frozen=True, slots=True)
 class Reentrant:
     """Another policy's modules, each under a reentrant checkpoint (`use_reentrant=True`)."""
 
@@ -316,8 +337,9 @@ class Reentrant:
 
 
 def parse_policy(text: str) -> Policy:
-    """The policy of an option's value: none, full, every:N, layers:0-15,20, modules:PATTERN[,PATTERN], nested:PATTERN,
-    selective:attention, selective:torchtitan, selective:matmul-every-2, selective:ops=NAME[,NAME], reentrant:POLICY.
+    """The policy of an option's value: none, full, every:N, layers:0-15,20, modules:PATTERN[,PATTERN],
+    nested:PATTERN[,PATTERN], offload, selective:attention, selective:torchtitan, selective:matmul-every-2,
+    selective:ops=NAME[,NAME], reentrant:POLICY.
 
     Raises InputError for anything else.
 
@@ -331,6 +353,8 @@ def parse_policy(text: str) -> Policy:
         return Nothing()
     if text == "full":
         return EveryBlock()
+    if text == "offload":
+        return Offload()
     if kind == "every" and re.fullmatch(r"[1-9]\d*", rest):
         return EveryNth(int(rest))
     if kind == "layers" and re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", rest):
@@ -343,7 +367,7 @@ def parse_policy(text: str) -> Policy:
         return Blocks(tuple(sorted(numbers)))
     if kind == "reentrant":
         inner = parse_policy(rest)
-        if hasattr(inner, "regions") or isinstance(inner, (Nothing, Nested)):
+        if hasattr(inner, "regions") or isinstance(inner, (Nothing, Nested, Offload)):
             raise InputError(f"checkpointing {text}: a reentrant checkpoint takes full, every:, layers: or modules:.")
         return Reentrant(inner)
     if kind in ("modules", "nested") and rest:
@@ -359,7 +383,7 @@ def parse_policy(text: str) -> Policy:
             return SelectiveOps(tuple(rest.removeprefix("ops=").split(",")))
     raise InputError(
         f"Unknown checkpointing policy '{text}'. Known: none, full, every:N, layers:0-15,20, "
-        "modules:PATTERN[,PATTERN], nested:PATTERN[,PATTERN], selective:attention, selective:torchtitan, "
+        "modules:PATTERN[,PATTERN], nested:PATTERN[,PATTERN], offload, selective:attention, selective:torchtitan, "
         "selective:matmul-every-2, selective:ops=NAME[,NAME], reentrant:POLICY."
     )
 
@@ -401,9 +425,7 @@ class GradientCheckpointing(NoOpStrategy):
     policy: Policy = field(default_factory=EveryBlock)
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness:
-        from metapeak.strategies.recompute import checkpointed
-
-        return checkpointed(graph, policy_regions(self.policy, graph))
+        return policy_liveness(self.policy, graph)[0]
 
     def remarks(self, graph: StepGraph) -> tuple[str, ...]:
         return ignored_blocks(graph)
@@ -455,6 +477,7 @@ def apply_checkpoint_plan(model: torch.nn.Module, plan: Mapping[str, Any]) -> No
     a list of operators (`mm` or `aten.mm.default`), their outputs are saved inside the regions (selective
     checkpointing); with "every_second_matmul" true, of the matrix products among them only the first, third, ... of
     each region; with "use_reentrant" true the checkpoints are reentrant.
+    "offloaded" lists modules whose saved tensors go to the host (torch.autograd.graph.save_on_cpu).
     Works on any nn.Module. Raises InputError for a module that the model does not have, or an operator that torch does
     not.
     """
@@ -469,16 +492,28 @@ def apply_checkpoint_plan(model: torch.nn.Module, plan: Mapping[str, Any]) -> No
         )
 
     for name in plan["checkpointed"]:
-        try:
-            module = model.get_submodule(name.removesuffix(SUFFIX))
-        except AttributeError as error:
-            raise InputError(
-                f"The checkpoint plan names '{name}', which {type(model).__name__} does not have."
-            ) from error
+        module = _submodule(model, name.removesuffix(SUFFIX))
         if name.endswith(SUFFIX):
             checkpoint_core_attention(module, options)
         else:
             module.forward = functools.partial(_checkpointed_call, module.forward, options)
+    for name in plan.get("offloaded", ()):
+        module = _submodule(model, name)
+        module.forward = functools.partial(_offloaded_call, module.forward)
+
+
+def _submodule(model: torch.nn.Module, name: str) -> torch.nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        raise InputError(f"The checkpoint plan names '{name}', which {type(model).__name__} does not have.") from error
+
+
+def _offloaded_call(forward, *args, **kwargs):
+    import torch
+
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return forward(*args, **kwargs)
 
 
 def _checkpointed_call(forward, options: dict, *args, **kwargs):

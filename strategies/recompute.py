@@ -343,7 +343,7 @@ def checkpointed(graph: StepGraph, regions: Iterable[Region]) -> Liveness:
         **{name: getattr(plain, name)[row] for name in ("nbytes", "category", "module", "source", "dtype")},
         shapes=[plain.shapes[index] for index in row],
     )
-    liveness = replace(liveness, category=_categories(liveness))
+    liveness = replace(liveness, category=settle_categories(liveness))
     liveness.lint()
     return liveness
 
@@ -475,7 +475,7 @@ def _with_operations(plain: Liveness, regions: list[Region], timeline: _Timeline
     )
 
 
-def _categories(liveness: Liveness) -> np.ndarray:
+def settle_categories(liveness: Liveness) -> np.ndarray:
     """Activations outlive the forward or the recompute that made them, temporaries do not; the rest stays."""
     category = liveness.category.copy()
     forward = liveness.op_phase == Phase.FORWARD

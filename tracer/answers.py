@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from metapeak.tracer.phantom import DEVICE_NAME, PhantomTensor
+from metapeak.tracer.phantom import DEVICE_NAME, HostCopy, PhantomTensor
 
 _META = torch.device("meta")
 
@@ -20,11 +20,12 @@ class Uncacheable(Exception):
 class Scan:
     """Counts of the tensors among an operator's arguments."""
 
-    __slots__ = ("foreign", "known", "on_phantom", "phantom")
+    __slots__ = ("foreign", "host_copy", "known", "on_phantom", "phantom")
 
     def __init__(self):
         self.phantom = self.known = self.foreign = 0
         self.on_phantom = False
+        self.host_copy = None
 
 
 def scan_arguments(items, key, scan):
@@ -48,6 +49,8 @@ def scan_arguments(items, key, scan):
             scan_arguments(item, key, scan)
         elif isinstance(item, torch.Tensor):
             scan.foreign += 1
+            if type(item) is HostCopy:
+                scan.host_copy = item
             append(item.shape)
             append(item.dtype)
             append(item.device)

@@ -153,6 +153,8 @@ class PhantomMode(TorchDispatchMode):
         except Uncacheable:
             cacheable = False
             scan = scan_all(args, kwargs)
+        if scan.host_copy is not None and func not in _TAKES_HOST_COPIES:
+            scan.host_copy.refuse()
         if not scan.phantom and not scan.on_phantom:
             return func(*args, **kwargs)
         if scan.foreign:
@@ -297,6 +299,7 @@ def _one_for_all(tensor: PhantomTensor) -> bool:
 _PLAIN_TYPES = {torch.Tensor, PhantomTensor, torch.nn.Parameter, torch.nn.Buffer}
 _aten = torch.ops.aten
 _COMPOSITE = {getattr(_aten, name).default for name in COMPOSITE_ON_CUDA}
+_TAKES_HOST_COPIES = {_aten._to_copy.default, _aten.detach.default}
 _UNDEFINED_VALUES = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 _TAKES_CPU_TENSORS = {
     _aten.copy_, _aten._to_copy, _aten.index, _aten.index_put_, _aten.index_put, _aten._index_put_impl_,

@@ -22,6 +22,7 @@ Only this module, dispatch.py, phantom_ops.py, attention.py, composites.py and r
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -187,6 +188,31 @@ class PhantomTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"PhantomTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class HostCopy(torch.Tensor):
+    """A copy on the host of values that nobody knows: it may go back to the device; reading it calls `refuse`."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, tensor: PhantomTensor, refuse: Callable[[], None]):
+        # One element stands for all, so that it takes no memory here either.
+        self = torch.Tensor._make_subclass(cls, torch.zeros((), dtype=tensor.dtype).expand(tensor.shape))
+        with torch._C._DisableTorchDispatch():
+            like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+            self.device_stride = torch.empty_like(like).stride()  # dense tensors keep their order of dimensions
+        self.refuse = refuse
+        return self
+
+    def back(self) -> PhantomTensor:
+        """A new phantom tensor of the same shape and order of dimensions."""
+        return PhantomTensor(torch.empty_strided(self.shape, self.device_stride, dtype=self.dtype, device=_META))
+
+    def _refuse(self, *args, **kwargs):
+        self.refuse()
+
+    numpy = tolist = item = __bool__ = __int__ = __float__ = _refuse
 
 
 def phantom_from_meta(tensor: torch.Tensor, known: torch.Tensor | None = None) -> PhantomTensor:

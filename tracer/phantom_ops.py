@@ -21,6 +21,8 @@ Note [Healthy numbers]
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -28,6 +30,7 @@ from metapeak.tracer.dispatch import PhantomMode, handles
 from metapeak.tracer.errors import DataDependentError, TraceError
 from metapeak.tracer.phantom import (
     DEVICE_NAME,
+    HostCopy,
     PhantomTensor,
     phantom_from_cpu,
     run_meta_kernel,
@@ -87,6 +90,8 @@ def to_copy(mode, func, args, kwargs):
     to_phantom = device is None or device.type == DEVICE_NAME
     if type(tensor) is PhantomTensor and to_phantom:
         return NotImplemented
+    if type(tensor) is HostCopy and to_phantom:
+        return tensor.back()
     if to_phantom:  # from the CPU or meta
         changed = tensor.to(dtype=kwargs.get("dtype") or tensor.dtype)
         return phantom_from_cpu(changed) if tensor.device.type == "cpu" else wrap_meta(changed.clone())
@@ -94,7 +99,8 @@ def to_copy(mode, func, args, kwargs):
         return run_meta_kernel(func, args, {**kwargs, "device": torch.device("meta")})
     values = mode.values(tensor)
     if values is None:
-        mode.refuse(DataDependentError, func, f"the program copies values of shape {tuple(tensor.shape)} to the CPU")
+        reason = f"the program reads values of shape {tuple(tensor.shape)} on the CPU that only a real run computes"
+        return HostCopy(tensor, functools.partial(mode.refuse, DataDependentError, func, reason))
     return values.to(dtype=kwargs.get("dtype") or values.dtype, copy=True)
 
 

@@ -13,7 +13,13 @@ from hypothesis import strategies as draw
 from metapeak.strategies.checkpoint_planner import least_peak, least_recompute
 from metapeak.strategies.checkpoint_study import saved_bytes
 from metapeak.strategies.checkpoint_table import checkpoint_table
-from metapeak.strategies.gradient_checkpointing import CheckpointEveryBlock, apply_checkpoint_plan, parse_policy
+from metapeak.strategies.gradient_checkpointing import (
+    CheckpointEveryBlock,
+    apply_checkpoint_plan,
+    parse_policy,
+    policy_liveness,
+    policy_plan,
+)
 from metapeak.strategies.recompute import checkpointed, regions_of
 from metapeak.tracer.capture import record_training_step
 from metapeak.tracer.errors import InputError
@@ -150,6 +156,31 @@ def test_random_sets_of_modules(family, data):
     names = outermost(data.draw(draw.lists(draw.sampled_from(modules(family)), min_size=1, max_size=8, unique=True)))
     graph = trace(family)
     assert timeline(checkpointed(graph, regions_of(graph, names))) == timeline(retrace(family, names))
+
+
+@by_name
+def test_offload_to_the_host(family):
+    graph = trace(family)
+    names = parse_policy("offload").modules(graph)
+    rewritten, host_bytes = policy_liveness(parse_policy("offload"), graph)
+    model = family.build("meta")
+    apply_checkpoint_plan(model, policy_plan(parse_policy("offload"), graph))
+    assert timeline(rewritten) == timeline(record_training_step(model, family.batch(), adamw)[0].liveness())
+
+    # the host's side: what the blocks of a real model on the CPU save, every save for itself
+    real, packed = family.build("cpu"), []
+
+    def watched(forward, *args, **kwargs):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: packed.append(tensor.nbytes) or tensor, lambda t: t
+        ):
+            return forward(*args, **kwargs)
+
+    for name in names:
+        module = real.get_submodule(name)
+        module.forward = functools.partial(watched, module.forward)
+    real(**family.batch())
+    assert host_bytes == sum(packed)
 
 
 @by_name

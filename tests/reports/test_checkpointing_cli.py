@@ -44,6 +44,7 @@ def test_json_holds_the_contract(study):
         "every:2",
         "every:4",
         "selective:torchtitan",
+        "offload",
         "layers:1-2",
     ]
     peaks = {row["policy"]: row["peak"]["allocated_bytes"] for row in study["policies"]}

@@ -139,11 +139,21 @@ REFUSED = {
     "bincount": lambda x: x.long().view(-1).bincount(),
     "repeat_interleave": lambda x: torch.repeat_interleave(x.long().view(-1)),
     "tolist": lambda x: x.tolist(),
-    "cpu": lambda x: x.cpu(),
+    "cpu": lambda x: x.cpu() + 1,
     "bool": lambda x: bool((x > 0).all()),
     "int": lambda x: int(x.long().sum()),
     "equal": lambda x: torch.equal(x, x + 1),
 }
+
+
+def test_unknown_values_may_go_to_the_host_and_back(mode):
+    there = unknown(3, 4).t().to("cpu")
+    assert there.device.type == "cpu" and there.shape == (4, 3)
+    back = there.to(DEVICE)
+    assert back.device == DEVICE and back.shape == (4, 3) and back.stride() == (1, 4) and back.known is None
+    for read in (there.tolist, there.numpy, there.sum, lambda: bool(there[0, 0])):
+        with pytest.raises(DataDependentError):
+            read()
 
 
 @pytest.mark.parametrize("name", REFUSED)
