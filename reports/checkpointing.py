@@ -115,8 +115,9 @@ def _policies(
 def _agreement(result: PolicyResult, verified: dict[str, RankResult]) -> str:
     if result.policy not in verified:
         return ""
-    difference = result.rank.requested_bytes - verified[result.policy].requested_bytes
-    return "equal" if difference == 0 else f"{difference:+,} B"
+    other = verified[result.policy]
+    difference = result.rank.requested_bytes - other.requested_bytes
+    return f"{gib(other.allocated_bytes)} {'equal' if difference == 0 else f'({difference:+,} B)'}"
 
 
 def _layers(layers: tuple[LayerResult, ...], console: Console) -> Table:

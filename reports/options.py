@@ -51,8 +51,8 @@ SETTINGS = (
     Setting(
         name="checkpointing", kind=str, default="none",
         help="none, full, every:N, layers:0-15,20, modules:PATTERN[,PATTERN], nested:PATTERN[,PATTERN], offload, "
-        "selective:attention, selective:torchtitan, selective:matmul-every-2, selective:ops=NAME[,NAME] or "
-        "reentrant:POLICY; default none",
+        "budget:GIB, selective:attention, selective:torchtitan, selective:matmul-every-2, selective:ops=NAME[,NAME] "
+        "or reentrant:POLICY; default none",
     ),
     Setting(
         name="attention", kind=str, default=None, help="default: as CUDA would choose for the GPU",

@@ -141,6 +141,13 @@ def study_checkpointing(
     )
 
 
+def plan_under(graph: StepGraph, budget_bytes: int) -> Plan:
+    """The plan with the least recompute whose peak stays under the budget. Raises InputError when there is none."""
+    judge = _Judge(graph, compute_capability_of(None))
+    candidates = judge.candidates(EveryBlock().modules(graph))
+    return judge.plan(candidates, checkpoint_table(graph, candidates), budget_bytes)
+
+
 class _Judge:
     """Scores sets of modules on one recorded step."""
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from metapeak.strategies.base import NoOpStrategy
 from metapeak.tracer.errors import InputError
+from metapeak.tracer.gpus import gpu_of_memory
 
 if TYPE_CHECKING:
     import torch
@@ -308,6 +309,25 @@ class SelectiveAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class Budget:
+    """The blocks whose recompute costs least among those that keep the peak under this many bytes.
+
+    As `metapeak checkpointing --budget`; workspaces are counted as on a GPU of compute capability 8.0.
+    """
+
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        return f"budget:{self.nbytes / 2**30:g}GiB"
+
+    def modules(self, graph: StepGraph) -> list[str]:
+        from metapeak.strategies.checkpoint_study import plan_under
+
+        return list(plan_under(graph, self.nbytes).result.modules)
+
+
+@dataclass(frozen=True, slots=True)
 class Offload:
     """All blocks, with everything that they save copied to the host until backward reads it; nothing runs again."""
 
@@ -338,7 +358,7 @@ class Reentrant:
 
 def parse_policy(text: str) -> Policy:
     """The policy of an option's value: none, full, every:N, layers:0-15,20, modules:PATTERN[,PATTERN],
-    nested:PATTERN[,PATTERN], offload, selective:attention, selective:torchtitan, selective:matmul-every-2,
+    nested:PATTERN[,PATTERN], offload, budget:GIB, selective:attention, selective:torchtitan, selective:matmul-every-2,
     selective:ops=NAME[,NAME], reentrant:POLICY.
 
     Raises InputError for anything else.
@@ -355,6 +375,8 @@ def parse_policy(text: str) -> Policy:
         return EveryBlock()
     if text == "offload":
         return Offload()
+    if kind == "budget" and rest:
+        return Budget(gpu_of_memory(f"{rest}GiB" if rest.replace(".", "", 1).isdigit() else rest).usable_bytes)
     if kind == "every" and re.fullmatch(r"[1-9]\d*", rest):
         return EveryNth(int(rest))
     if kind == "layers" and re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", rest):
@@ -367,7 +389,7 @@ def parse_policy(text: str) -> Policy:
         return Blocks(tuple(sorted(numbers)))
     if kind == "reentrant":
         inner = parse_policy(rest)
-        if hasattr(inner, "regions") or isinstance(inner, (Nothing, Nested, Offload)):
+        if hasattr(inner, "regions") or isinstance(inner, (Nothing, Nested, Offload, Budget)):
             raise InputError(f"checkpointing {text}: a reentrant checkpoint takes full, every:, layers: or modules:.")
         return Reentrant(inner)
     if kind in ("modules", "nested") and rest:
@@ -383,8 +405,8 @@ def parse_policy(text: str) -> Policy:
             return SelectiveOps(tuple(rest.removeprefix("ops=").split(",")))
     raise InputError(
         f"Unknown checkpointing policy '{text}'. Known: none, full, every:N, layers:0-15,20, "
-        "modules:PATTERN[,PATTERN], nested:PATTERN[,PATTERN], offload, selective:attention, selective:torchtitan, "
-        "selective:matmul-every-2, selective:ops=NAME[,NAME], reentrant:POLICY."
+        "modules:PATTERN[,PATTERN], nested:PATTERN[,PATTERN], offload, budget:GIB, selective:attention, "
+        "selective:torchtitan, selective:matmul-every-2, selective:ops=NAME[,NAME], reentrant:POLICY."
     )
 
 

@@ -128,8 +128,9 @@ def test_bad_input_gets_one_clear_message(folder, arguments, words):
 
 def test_estimate_takes_every_policy(folder):
     peaks = {}
-    for policy in ("none", "full", "layers:0-3", "every:2"):
+    for policy in ("none", "full", "layers:0-3", "every:2", "budget:0.16"):
         done = metapeak("estimate", ".", *STEP, "--checkpointing", policy, "--json", "-", cwd=folder)
         assert done.returncode == 0, done.stderr
         peaks[policy] = json.loads(done.stdout)["ranks"][0]["peak"]["requested_bytes"]
     assert peaks["full"] == peaks["layers:0-3"] < peaks["every:2"] < peaks["none"]
+    assert peaks["full"] < peaks["budget:0.16"] <= 0.16 * 2**30 < peaks["none"]
