@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from metapeak.tracer.errors import InputError
-from metapeak.tracer.graph import StepGraph, Symbol, Value
+from metapeak.tracer.graph import SavedTensors, StepGraph, Symbol, Value
 
 FORMAT = "metapeak step graph"
 VERSION = 1
 
 _TUPLE_COLUMNS = ("value_shape", "value_stride")
+_TUPLE_COLUMNS_OF_SAVES = ("call_inputs", "call_keywords")
 
 
 def save_graph(graph: StepGraph, path: str | Path) -> None:
@@ -26,6 +27,7 @@ def save_graph(graph: StepGraph, path: str | Path) -> None:
     columns["args"] = [_encode(list(args)) for args in graph.args]
     columns["kwargs"] = [{name: _encode(value) for name, value in kwargs.items()} for kwargs in graph.kwargs]
     columns["load_names"] = {str(node): name for node, name in graph.load_names.items()}
+    columns["saved"] = asdict(graph.saved) if graph.saved is not None else None
     text = json.dumps({"format": FORMAT, "version": VERSION, "columns": columns}, separators=(",", ":"))
     target = Path(path)
     temporary = target.with_name(f".{target.name}.partial")
@@ -50,6 +52,10 @@ def load_graph(path: str | Path) -> StepGraph:
     columns["load_names"] = {int(node): name for node, name in columns["load_names"].items()}
     for name in _TUPLE_COLUMNS:
         columns[name] = [tuple(row) for row in columns[name]]
+    if columns["saved"] is not None:
+        for name in _TUPLE_COLUMNS_OF_SAVES:
+            columns["saved"][name] = [tuple(row) for row in columns["saved"][name]]
+        columns["saved"] = SavedTensors(**columns["saved"])
     return StepGraph(**columns)
 
 

@@ -111,6 +111,16 @@ def test_lints_and_round_trips(graph, tmp_path):
     loaded.lint()
 
 
+def test_a_decoupled_trace_round_trips(tmp_path):
+    with torch.device("meta"):
+        model = Net()
+    saved = record_training_step(model, (torch.ones(4, 8),), None, iterations=1, decouple_saves=True)[0]
+    save_graph(saved, tmp_path / "step.json.gz")
+    loaded = load_graph(tmp_path / "step.json.gz")
+    for column in dataclasses.fields(saved.saved):
+        assert getattr(loaded.saved, column.name) == getattr(saved.saved, column.name), column.name
+
+
 def test_fx_graph_is_the_step(graph):
     fx = graph.fx_graph()
     fx.lint()
