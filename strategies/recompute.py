@@ -36,6 +36,7 @@ Note [Reentrant]
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -45,6 +46,9 @@ import numpy as np
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.graph import StepGraph, values_in
 from metapeak.tracer.liveness import Category, Liveness, Phase
+
+# Less than any two events are apart, however deep regions lie inside one another.
+_JUST_BEFORE = 2.0**-10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +68,7 @@ class Region:
     stop: int
     stop_tick: int
     wanted: int | None
-    wanted_tick: int
+    wanted_tick: float
     over: tuple[int, int]
     inputs: tuple[int, ...]
     kept: tuple[int, ...] = ()
@@ -153,7 +157,8 @@ def _nested(graph: StepGraph, regions: list[Region], calls: list[int]) -> list[R
                 stops.append((saved.call_ticks[calls[child]][0], inner.begin))
                 if inner.wanted is not None:
                     wants.append((inner.wanted_tick, inner.wanted))
-                    for_inner += [(row, inner.wanted_tick + 1, inner.wanted) for row in handed_in]
+                    after = math.floor(inner.wanted_tick) + 1
+                    for_inner += [(row, after, inner.wanted) for row in handed_in]
                 for_inner += [
                     (row, tick, count)
                     for save, count, tick in saved.ghosts
@@ -164,7 +169,7 @@ def _nested(graph: StepGraph, regions: list[Region], calls: list[int]) -> list[R
         regions[outer] = replace(
             region,
             wanted=wanted,
-            wanted_tick=wanted_tick - 1,  # before the inner region's recompute, which its inputs start
+            wanted_tick=wanted_tick - _JUST_BEFORE,  # the inner region's recompute, which its inputs start
             stop=stop,
             stop_tick=stop_tick,
             over=max(overs),
@@ -353,7 +358,7 @@ class _Timeline:
 
     def __init__(self, regions: list[Region]):
         inserted = sorted((region.wanted_tick, region.length) for region in regions if region.length)
-        self._ticks = np.array([tick for tick, _ in inserted], dtype=np.int64)
+        self._ticks = np.array([tick for tick, _ in inserted], dtype=np.float64)
         self._before = np.concatenate([[0], np.cumsum([length for _, length in inserted], dtype=np.int64)])
 
     def shift(self, ticks):

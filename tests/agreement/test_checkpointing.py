@@ -183,6 +183,18 @@ def test_offload_to_the_host(family):
     assert host_bytes == sum(packed)
 
 
+def test_a_module_in_a_module_in_a_block():
+    """Found by the random sets below: an event just before three recomputes that start at one instant."""
+    bert = next(family for family in FAMILIES if family.name == "bert")
+    chosen = {
+        *parse_policy("full").modules(trace(bert)),
+        "bert.encoder.layer.0.output",
+        "bert.encoder.layer.0.output.dense",
+    }
+    names = [name for name in modules(bert) if name in chosen]
+    assert timeline(checkpointed(trace(bert), regions_of(trace(bert), names))) == timeline(retrace(bert, names))
+
+
 @by_name
 @RANDOM
 @given(data=draw.data())
