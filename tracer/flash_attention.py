@@ -21,8 +21,6 @@ import torch
 from metapeak.tracer.attention import pad_last_dim
 from metapeak.tracer.errors import InputError
 
-IMPLEMENTATION = "flash_attention_2"
-
 
 def flash_attn_func(
     q,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from metapeak.tracer.liveness import Category, Liveness, Phase
+from metapeak.tracer.liveness import Liveness, Phase
 
 
 class Value(int):
@@ -228,13 +228,6 @@ class StepGraph:
             module = self.module_names[self.module[node]]
             lines.append(f"{results} = {self.op_names[self.op[node]]}({', '.join(arguments)})  # {phase} {module}")
         return "\n".join(lines)
-
-    def bytes_by_category(self) -> dict[Category, int]:
-        """Bytes ever allocated by category (not alive together)."""
-        totals = {category: 0 for category in Category}
-        for nbytes, category in zip(self.nbytes, self.category):
-            totals[Category(category)] += nbytes
-        return totals
 
 
 def values_in(arguments):
