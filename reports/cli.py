@@ -224,6 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"metapeak: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
+        # A KeyboardInterrupt that passes through exec() of a string (dataclasses and namedtuples are made so, thus
+        # any import) leaves a mark in CPython by which `python -m` kills itself at exit; the next exec() wipes it.
+        exec("")
         print("metapeak: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe is gone: what it wanted, it has

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import subprocess
 import sys
 import time
 
@@ -51,3 +52,15 @@ def test_ctrl_c_leaves_no_mess(stage):
     assert "metapeak: interrupted" in shown
     assert "Traceback" not in shown
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h")
+
+
+def test_an_interrupt_inside_exec_exits_with_130(tmp_path):
+    """CPython remembers such an interrupt, and `python -m` would die of SIGINT in spite of the exit code."""
+    (tmp_path / "interrupted.py").write_text(
+        "import sys\n"
+        "from metapeak.reports import cli\n"
+        "cli.Models.run = lambda self, arguments: exec('raise KeyboardInterrupt')\n"
+        "sys.exit(cli.main(['models']))\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "metapeak: interrupted\n")
