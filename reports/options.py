@@ -12,12 +12,14 @@ from typing import Any
 from metapeak.strategies.attention import ATTENTION
 from metapeak.strategies.gradient_checkpointing import parse_policy, strategy_for
 from metapeak.strategies.optimizer import IMPLEMENTATIONS, OPTIMIZERS
+from metapeak.strategies.precision import AUTOCAST_REGIONS, PRECISIONS
 from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.gpus import Gpu, find_gpu, gpu_of_memory
 from metapeak.tracer.simulation import Option
 from metapeak.tracer.spec import ModelSpec, OptimizerSpec, StepSpec
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_SHORT = {long: short for short, long in DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +45,26 @@ SETTINGS = (
     Setting(name="image_size", kind=int, default=None, help="pixels a side; default: the config's"),
     Setting(name="num_images", kind=int, default=1, help="images a sample, for image-text models"),
     Setting(name="weights_dtype", kind=str, default=None, help="default: the config's", choices=tuple(DTYPES)),
+    Setting(
+        name="precision", kind=str, default=None, help="sets weights_dtype and autocast as usual",
+        choices=tuple(PRECISIONS),
+    ),
+    Setting(
+        name="autocast", kind=str, default=None, help="dtype of an autocast region; fp16 brings a GradScaler",
+        choices=("bf16", "fp16"),
+    ),
+    Setting(
+        name="autocast_region", kind=str, default=None, choices=AUTOCAST_REGIONS,
+        help="around the model's forward as accelerate, or the loss too as plain scripts",
+    ),
+    Setting(name="grad_accum", kind=int, default=1, help="micro-batches a step"),
+    Setting(
+        name="grad_accum_dtype", kind=str, default=None, choices=("fp32",),
+        help="accumulate 16-bit gradients in buffers of this dtype; needs master_weights",
+    ),
+    Setting(name="max_grad_norm", kind=float, default=None, help="clip the norm of all gradients"),
+    Setting(name="keep_outputs", kind=bool, default=False, help="the script keeps all that the model returned"),
+    Setting(name="master_weights", kind=bool, default=False, help="the optimizer works on fp32 copies of the weights"),
     Setting(name="optimizer", kind=str, default="adamw", help="default adamw", choices=tuple(OPTIMIZERS)),
     Setting(
         name="implementation", kind=str, default="foreach", help="of the optimizer; CUDA's default is foreach",
@@ -73,9 +95,8 @@ def add_to_parser(parser: argparse.ArgumentParser) -> None:
             group.add_argument(setting.flag, action="store_true", default=None, help=setting.help)
             continue
         text = setting.help + (f" ({', '.join(setting.choices)})" if setting.choices else "")
-        metavar = {int: "N", str: "NAME"}[setting.kind]
+        metavar = {int: "N", float: "N", str: "NAME"}[setting.kind]
         group.add_argument(setting.flag, type=setting.kind, default=None, metavar=metavar, help=text)
-    group.add_argument("--precision", default=None, metavar="NAME", help="fp32, bf16 or fp16: sets weights_dtype")
     group.add_argument("--config", default=None, metavar="FILE", help="a YAML or JSON file of the same names")
 
 
@@ -86,18 +107,27 @@ def resolve_options(arguments: argparse.Namespace) -> dict[str, Option]:
     """
     options = {setting.name: Option(value=setting.default, origin="default") for setting in SETTINGS}
     if arguments.config:
-        options.update(_from_file(arguments.config))
-    if arguments.precision is not None:
-        if arguments.precision not in DTYPES:
-            raise UnknownName("precision", arguments.precision, DTYPES)
-        options["weights_dtype"] = Option(value=arguments.precision, origin="command line (--precision)")
-    for setting in SETTINGS:
-        given = getattr(arguments, setting.name)
-        if given is not None:
-            options[setting.name] = Option(value=given, origin="command line")
+        _override(options, _from_file(arguments.config))
+    given = {setting.name: getattr(arguments, setting.name) for setting in SETTINGS}
+    _override(
+        options,
+        {name: Option(value=value, origin="command line") for name, value in given.items() if value is not None},
+    )
     for name, option in options.items():
         _check(_BY_NAME[name], option)
     return options
+
+
+def _override(options: dict[str, Option], given: Mapping[str, Option]) -> None:
+    """Put options of a stronger origin over weaker ones; a precision first, so that what it stands for can be given."""
+    precision = given.get("precision")
+    if precision is not None and precision.value is not None:
+        _check(_BY_NAME["precision"], precision)
+        weights, autocast = PRECISIONS[precision.value]
+        origin = f"{precision.origin} (--precision)"
+        options["weights_dtype"] = Option(value=_SHORT[weights], origin=origin)
+        options["autocast"] = Option(value=_SHORT[autocast] if autocast else None, origin=origin)
+    options.update(given)
 
 
 def _check(setting: Setting, option: Option) -> None:
@@ -115,7 +145,10 @@ def _from_file(path: str) -> dict[str, Option]:
         if name not in _BY_NAME:
             raise UnknownName("option", str(key), _BY_NAME, f"In {path}.")
         kind = _BY_NAME[name].kind
-        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+        if value is not None and (
+            not isinstance(value, (int, float) if kind is float else kind)
+            or (kind in (int, float) and isinstance(value, bool))
+        ):
             raise InputError(f"{path}: {key} is {value!r}, but has to be of type {kind.__name__}.")
         line = f":{lines[key]}" if key in lines else ""
         options[name] = Option(value=value, origin=f"{path}{line}")
@@ -152,10 +185,17 @@ def model_spec(reference: str, options: Mapping[str, Option]) -> ModelSpec:
 
 
 def step_spec(options: Mapping[str, Option]) -> StepSpec:
-    names = ("batch_size", "seq_len", "target_len", "image_size", "num_images", "attention")
+    names = ("batch_size", "seq_len", "target_len", "image_size", "num_images", "attention", "autocast_region")
+    names += ("grad_accum", "max_grad_norm", "keep_outputs")
+    dtypes = {name: DTYPES.get(options[name].value) for name in ("autocast", "grad_accum_dtype")}
     return StepSpec(
         **{name: options[name].value for name in names},
-        optimizer=OptimizerSpec(name=options["optimizer"].value, implementation=options["implementation"].value),
+        **dtypes,
+        optimizer=OptimizerSpec(
+            name=options["optimizer"].value,
+            implementation=options["implementation"].value,
+            master_weights=options["master_weights"].value,
+        ),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from metapeak.strategies.attention import attention_of, check_attention, check_attention_dtype
 from metapeak.strategies.base import Strategy
 from metapeak.strategies.optimizer import check_optimizer, optimizer_maker
+from metapeak.strategies.precision import check_precision, precision_notes, training_loop
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.kernels import DEFAULT_COMPUTE_CAPABILITY, NOT_MODELLED, with_cublas_workspaces
@@ -48,6 +49,7 @@ def simulate(
     step = step or StepSpec()
     seconds: dict[str, float] = {}
     check_step(step)  # before the imports that take seconds
+    check_precision(spec, step, gpu)
 
     started = time.perf_counter()
     progress("importing torch and transformers")
@@ -75,7 +77,9 @@ def simulate(
     for strategy in strategies:
         strategy.prepare(built.module)
     tensors, batch_notes = _batch(built, resolved, step)
-    compute_loss = _loss(built, resolved)
+    compute_loss, own_loss = _loss(built, resolved), built.compute_loss is not None
+    loop = training_loop(step, built.module, own_loss=own_loss)
+    precision = precision_notes(step, built.module, gpu, own_loss=own_loss)
     summary = _summary(resolved, built.module)
     seconds["build"] = time.perf_counter() - started
 
@@ -87,6 +91,7 @@ def simulate(
             optimizer_maker(step.optimizer),
             compute_loss=compute_loss,
             iterations=step.iterations,
+            loop=loop,
             decouple_saves=any(strategy.needs_saves for strategy in strategies),
             progress=progress,
         )
@@ -102,7 +107,7 @@ def simulate(
     rank = RankResult(rank=0, count=1, coordinates={}, liveness=liveness)
     seconds["liveness"] = time.perf_counter() - started
 
-    assumptions = [*resolved.notes, *built.notes, *batch_notes, *answered]
+    assumptions = [*resolved.notes, *built.notes, *batch_notes, *precision, *answered]
     for strategy in strategies:
         assumptions += [*strategy.assumptions(), *strategy.remarks(graph)]
     if gpu is None or gpu.compute_capability is None:

@@ -91,7 +91,7 @@ def record_training_step(
     """Record `iterations` steps: loss, backward, optimizer.step(), zero_grad(set_to_none=True).
 
     Arguments: a model on meta (it is moved to the phantom GPU in place), a batch of CPU tensors, a function from the
-    trainable parameters to an optimizer (None: no optimizer step), the loss function, how the loop trains (None: plain).
+    trainable parameters to an optimizer (None: no optimizer step), the loss function, the loop (None: a plain one).
     Returns the graph and the assumptions that answering the program needed, with how often each was used.
     Raises TraceError with op, module and reason when the program cannot run on a device without values.
     """

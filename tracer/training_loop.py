@@ -92,7 +92,7 @@ class TrainingLoop:
                         model.zero_grad(set_to_none=True)
                         continue
                     progress(f"iteration {iteration}: optimizer")
-                    self._step(optimizer, scaler)
+                    self._step(recorder, optimizer, scaler)
                     _mark_states(recorder, optimizer)
                     optimizer.zero_grad(set_to_none=True)
             recorder.close()
@@ -128,9 +128,11 @@ class TrainingLoop:
             around.enter_context(_hooks(low, _accumulate))
         return optimizer
 
-    def _step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+    def _step(self, recorder: Recorder, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
         if hasattr(optimizer, "take_gradients"):  # master weights: from here on the gradients are theirs
             optimizer.take_gradients()
+            for parameter, master in optimizer.master_weights:
+                recorder.mark(master.grad, Category.GRADIENT, parameter)
         if self.max_grad_norm is not None:
             scaler.unscale_(optimizer)
             owners = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -7,6 +7,7 @@ precision, too, keep PyTorch's own kernel, whose cache of weight casts is the on
 import contextlib
 import os
 import re
+from pathlib import Path
 
 import torch
 
@@ -23,7 +24,7 @@ _CPU_ONLY = ("grid_sampler_2d", "avg_pool3d", "trace", "polar", "stft", "cross_e
 
 def lists_in_header():
     """{name of the macro: operators as `name` or `name.overload`}."""
-    text = open(_HEADER, encoding="utf-8").read().replace("\\\n", " ")
+    text = Path(_HEADER).read_text(encoding="utf-8").replace("\\\n", " ")
     lists = {}
     for macro in ("LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "PROMOTE"):
         body = re.search(rf"#define AT_FORALL_{macro}\(_\)(.*)", text)[1]
