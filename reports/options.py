@@ -15,12 +15,14 @@ from metapeak.strategies.gradient_checkpointing import parse_policy, strategy_fo
 from metapeak.strategies.lora import ADAPTER_DTYPES, BIASES, parse_targets
 from metapeak.strategies.methods import METHODS, method_strategies
 from metapeak.strategies.optimizer import IMPLEMENTATIONS, OPTIMIZERS
+from metapeak.strategies.precision import AUTOCAST_REGIONS, PRECISIONS
 from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.gpus import Gpu, find_gpu, gpu_of_memory
 from metapeak.tracer.simulation import Option
 from metapeak.tracer.spec import ModelSpec, OptimizerSpec, StepSpec
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_SHORT = {long: short for short, long in DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +100,26 @@ SETTINGS = (
         help="modules or parameters that method frozen-base trains; patterns may have *",
     ),
     Setting(name="weights_dtype", kind=str, default=None, help="default: the config's", choices=tuple(DTYPES)),
+    Setting(
+        name="precision", kind=str, default=None, help="sets weights_dtype and autocast as usual",
+        choices=tuple(PRECISIONS),
+    ),
+    Setting(
+        name="autocast", kind=str, default=None, help="dtype of an autocast region; fp16 brings a GradScaler",
+        choices=("bf16", "fp16"),
+    ),
+    Setting(
+        name="autocast_region", kind=str, default=None, choices=AUTOCAST_REGIONS,
+        help="around the model's forward as accelerate, or the loss too as plain scripts",
+    ),
+    Setting(name="grad_accum", kind=int, default=1, help="micro-batches a step"),
+    Setting(
+        name="grad_accum_dtype", kind=str, default=None, choices=("fp32",),
+        help="accumulate 16-bit gradients in buffers of this dtype; needs master_weights",
+    ),
+    Setting(name="max_grad_norm", kind=float, default=None, help="clip the norm of all gradients"),
+    Setting(name="keep_outputs", kind=bool, default=False, help="the script keeps all that the model returned"),
+    Setting(name="master_weights", kind=bool, default=False, help="the optimizer works on fp32 copies of the weights"),
     Setting(name="optimizer", kind=str, default="adamw", help="default adamw", choices=tuple(OPTIMIZERS)),
     Setting(
         name="implementation", kind=str, default="foreach", help="of the optimizer; CUDA's default is foreach",
@@ -130,7 +152,6 @@ def add_to_parser(parser: argparse.ArgumentParser) -> None:
         text = setting.help + (f" ({', '.join(setting.choices)})" if setting.choices else "")
         metavar = "NAME[,NAME]" if setting.parse else {int: "N", float: "X", str: "NAME"}[setting.kind]
         group.add_argument(setting.flag, type=setting.kind, default=None, metavar=metavar, help=text)
-    group.add_argument("--precision", default=None, metavar="NAME", help="fp32, bf16 or fp16: sets weights_dtype")
     group.add_argument("--config", default=None, metavar="FILE", help="a YAML or JSON file of the same names")
 
 
@@ -141,19 +162,31 @@ def resolve_options(arguments: argparse.Namespace) -> dict[str, Option]:
     """
     options = {setting.name: Option(value=setting.default, origin="default") for setting in SETTINGS}
     if arguments.config:
-        options.update(_from_file(arguments.config))
-    if arguments.precision is not None:
-        if arguments.precision not in DTYPES:
-            raise UnknownName("precision", arguments.precision, DTYPES)
-        options["weights_dtype"] = Option(value=arguments.precision, origin="command line (--precision)")
-    for setting in SETTINGS:
-        given = getattr(arguments, setting.name)
-        if given is not None:
-            value = setting.parse(given) if setting.parse else given
-            options[setting.name] = Option(value=value, origin="command line")
+        _override(options, _from_file(arguments.config))
+    given = {setting: getattr(arguments, setting.name) for setting in SETTINGS}
+    _override(
+        options,
+        {
+            setting.name: Option(value=setting.parse(value) if setting.parse else value, origin="command line")
+            for setting, value in given.items()
+            if value is not None
+        },
+    )
     for name, option in options.items():
         _check(_BY_NAME[name], option)
     return options
+
+
+def _override(options: dict[str, Option], given: Mapping[str, Option]) -> None:
+    """Put options of a stronger origin over weaker ones; a precision first, so that what it stands for can be given."""
+    precision = given.get("precision")
+    if precision is not None and precision.value is not None:
+        _check(_BY_NAME["precision"], precision)
+        weights, autocast = PRECISIONS[precision.value]
+        origin = f"{precision.origin} (--precision)"
+        options["weights_dtype"] = Option(value=_SHORT[weights], origin=origin)
+        options["autocast"] = Option(value=_SHORT[autocast] if autocast else None, origin=origin)
+    options.update(given)
 
 
 def _check(setting: Setting, option: Option) -> None:
@@ -180,7 +213,9 @@ def _flat(name: str, value: Any) -> list[tuple[str, Any]]:
     if not isinstance(value, Mapping):
         return [(name, value)]
     inner = [(str(key).replace("-", "_"), item) for key, item in value.items()]
-    return [(f"{name}_{key}" if f"{name}_{key}" in _BY_NAME or key not in _BY_NAME else key, item) for key, item in inner]
+    return [
+        (f"{name}_{key}" if f"{name}_{key}" in _BY_NAME or key not in _BY_NAME else key, item) for key, item in inner
+    ]
 
 
 def _typed(setting: Setting, value: Any, path: str) -> Any:
@@ -227,10 +262,17 @@ def model_spec(reference: str, options: Mapping[str, Option]) -> ModelSpec:
 
 
 def step_spec(options: Mapping[str, Option]) -> StepSpec:
-    names = ("batch_size", "seq_len", "target_len", "image_size", "num_images", "attention")
+    names = ("batch_size", "seq_len", "target_len", "image_size", "num_images", "attention", "autocast_region")
+    names += ("grad_accum", "max_grad_norm", "keep_outputs")
+    dtypes = {name: DTYPES.get(options[name].value) for name in ("autocast", "grad_accum_dtype")}
     return StepSpec(
         **{name: options[name].value for name in names},
-        optimizer=OptimizerSpec(name=options["optimizer"].value, implementation=options["implementation"].value),
+        **dtypes,
+        optimizer=OptimizerSpec(
+            name=options["optimizer"].value,
+            implementation=options["implementation"].value,
+            master_weights=options["master_weights"].value,
+        ),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from metapeak.strategies.attention import attention_of, check_attention, check_attention_dtype
 from metapeak.strategies.base import Strategy
 from metapeak.strategies.optimizer import check_optimizer, optimizer_maker
+from metapeak.strategies.precision import check_precision, precision_notes, training_loop
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.kernels import DEFAULT_COMPUTE_CAPABILITY, NOT_MODELLED, with_cublas_workspaces
@@ -49,6 +50,7 @@ def simulate(
     step = step or StepSpec()
     seconds: dict[str, float] = {}
     check_step(step)  # before the imports that take seconds
+    check_precision(spec, step, gpu)
 
     started = time.perf_counter()
     progress("importing torch and transformers")
@@ -76,12 +78,14 @@ def simulate(
         built = build(resolved, dtype=spec.dtype, attention=implementation)
     check_attention_dtype(step.attention, built.dtype)
     tensors, batch_notes = _batch(built, resolved, step)
-    compute_loss = _loss(built, resolved)
+    compute_loss, own_loss = _loss(built, resolved), built.compute_loss is not None
     # Strategies change the real module before anything is recorded, in the order in which they were given. What they
     # return may be a wrapper around it; the batch is made for the model itself.
     module = built.module
     for strategy in strategies:
         module = strategy.prepare(module)
+    loop = training_loop(step, module, own_loss=own_loss)
+    precision = precision_notes(step, module, gpu, own_loss=own_loss)
     summary = _summary(resolved, built.module, module)
     given = _strategy_options(strategies, module, options or {})
     notes = [strategy.notes(module) for strategy in strategies]
@@ -95,6 +99,7 @@ def simulate(
             optimizer_maker(step.optimizer),
             compute_loss=compute_loss,
             iterations=step.iterations,
+            loop=loop,
             decouple_saves=any(strategy.needs_saves for strategy in strategies),
             progress=progress,
         )
@@ -110,7 +115,7 @@ def simulate(
     rank = RankResult(rank=0, count=1, coordinates={}, liveness=liveness)
     seconds["liveness"] = time.perf_counter() - started
 
-    assumptions = [*resolved.notes, *built.notes, *batch_notes, *answered]
+    assumptions = [*resolved.notes, *built.notes, *batch_notes, *precision, *answered]
     for strategy, said in zip(strategies, notes):
         assumptions += [*strategy.assumptions(), *said, *strategy.remarks(graph)]
     if gpu is None or gpu.compute_capability is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from metapeak.strategies.master_weights import with_master_weights
 from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.spec import OptimizerSpec
 
@@ -27,7 +28,7 @@ OPTIMIZERS: dict[str, tuple[str, dict]] = {
 }
 # fused kernels exist for these classes (torch/optim, `fused` arguments).
 _FUSED = {"AdamW", "Adam", "SGD", "Adagrad"}
-IMPLEMENTATIONS = ("foreach", "fused", "for-loop")
+IMPLEMENTATIONS = ("foreach", "fused", "for-loop", "in-backward")
 
 
 def check_optimizer(spec: OptimizerSpec) -> None:
@@ -48,11 +49,11 @@ def optimizer_maker(spec: OptimizerSpec) -> Callable[[list[torch.nn.Parameter]],
     if spec.implementation == "fused":
         arguments["fused"] = True
     else:
-        arguments["foreach"] = spec.implementation == "foreach"
+        arguments["foreach"] = spec.implementation in ("foreach", "in-backward")
 
     def make(parameters):
         import torch
 
         return getattr(torch.optim, class_name)(parameters, **arguments)
 
-    return make
+    return with_master_weights(make) if spec.master_weights else make

@@ -239,8 +239,9 @@ def _reentrant_region(graph: StepGraph, call: int) -> Region:
 
 
 def _graph_over(graph: StepGraph, operation: int) -> tuple[int, int]:
-    """(tick, operations recorded) when the autograd graph of an operation's iteration goes: with its loss."""
-    loss = graph.saved.losses[graph.iteration[operation] - 1]
+    """(tick, operations recorded) when the autograd graph of a forward operation goes: with its loss."""
+    births = [graph.birth[loss] for loss in graph.saved.losses]
+    loss = graph.saved.losses[bisect_left(births, operation)]
     return graph.saved.eager_death_tick[loss], graph.saved.eager_death[loss]
 
 

@@ -10,9 +10,10 @@ import torch
 from metapeak.tracer import attention, composites, phantom_ops  # noqa: F401  (they register their operators)
 from metapeak.tracer.errors import InputError, MetapeakError, TraceError
 from metapeak.tracer.graph import StepGraph
-from metapeak.tracer.liveness import Category, Phase
+from metapeak.tracer.liveness import Category
 from metapeak.tracer.phantom import PhantomTensor, phantom_from_cpu, phantom_from_meta, take_pending_error
 from metapeak.tracer.recorder import Recorder
+from metapeak.tracer.training_loop import TrainingLoop
 
 # -- moving a model and its batch --------------------------------------------------------------------------------------
 
@@ -83,30 +84,25 @@ def record_training_step(
     *,
     compute_loss: Callable[[torch.nn.Module, Any], torch.Tensor] = default_loss,
     iterations: int = 2,
+    loop: TrainingLoop | None = None,
     decouple_saves: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> tuple[StepGraph, dict[str, int]]:
     """Record `iterations` steps: loss, backward, optimizer.step(), zero_grad(set_to_none=True).
 
     Arguments: a model on meta (it is moved to the phantom GPU in place), a batch of CPU tensors, a function from the
-    trainable parameters to an optimizer (None: no optimizer step), the loss function.
+    trainable parameters to an optimizer (None: no optimizer step), the loss function, the loop (None: a plain one).
     Returns the graph and the assumptions that answering the program needed, with how often each was used.
     Raises TraceError with op, module and reason when the program cannot run on a device without values.
     """
+    loop = loop or TrainingLoop()
     move_to_phantom(model)
-    batch = batch_to_phantom(batch)
-    recorder = Recorder(model, decouple_saves=decouple_saves, outermost=_train.__code__)
-    _load(recorder, model, batch)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-    def mark_gradient(parameter: PhantomTensor) -> None:
-        recorder.mark(parameter.grad, Category.GRADIENT, parameter)
-
-    hooks = [parameter.register_post_accumulate_grad_hook(mark_gradient) for parameter in trainable]
+    batches = [batch_to_phantom(batch) for _ in range(loop.grad_accum)]
+    recorder = Recorder(model, decouple_saves=decouple_saves, outermost=TrainingLoop.run.__code__)
+    _load(recorder, model, batches if loop.grad_accum > 1 else batches[0])
     try:
         with recorder.recording():
-            optimizer = make_optimizer(trainable) if make_optimizer and trainable else None
-            _train(recorder, model, batch, optimizer, compute_loss, iterations, progress)
+            loop.run(recorder, model, batches, make_optimizer, compute_loss, iterations, progress)
     except BaseException as raised:
         error = take_pending_error() or raised
         if isinstance(error, MetapeakError) or not isinstance(error, Exception):  # Ctrl-C stays what it is
@@ -115,33 +111,7 @@ def record_training_step(
         if recorder.mode.failed is not None and recorder.mode.failed[0] is error:
             _, op, op_index, module = recorder.mode.failed
         raise TraceError(f"{type(error).__name__}: {error}", op=op, module=module, op_index=op_index) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
     return recorder.finish(), dict(recorder.mode.assumptions)
-
-
-def _train(recorder, model, batch, optimizer, compute_loss, iterations, progress) -> None:
-    """A training loop. As in a script, a loss lives until the next iteration's takes its name."""
-    for iteration in range(1, iterations + 1):
-        with recorder.phase(Phase.FORWARD, iteration):
-            progress(f"iteration {iteration}: forward")
-            loss = compute_loss(model, batch)
-            recorder.note_loss(loss)
-        with recorder.phase(Phase.BACKWARD, iteration):
-            progress(f"iteration {iteration}: backward")
-            loss.backward()
-        with recorder.phase(Phase.OPTIMIZER, iteration):
-            if optimizer is None:
-                model.zero_grad(set_to_none=True)
-                continue
-            progress(f"iteration {iteration}: optimizer")
-            optimizer.step()
-            for parameter, state in optimizer.state.items():
-                for tensor in state.values():
-                    recorder.mark(tensor, Category.OPTIMIZER_STATE, parameter)
-            optimizer.zero_grad(set_to_none=True)
-    recorder.close()
 
 
 def _load(recorder: Recorder, model: torch.nn.Module, batch: Any) -> None:

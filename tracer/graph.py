@@ -93,6 +93,7 @@ class StepGraph:
     `value_shape`, `value_stride`, `value_offset` (elements).
     Storage rows: `birth`, `death` (see liveness.py), `nbytes`, `category`, `owner` (module index: who made it, or whose
     parameter it serves), `storage_value` (the first value on it).
+    `output_dtypes`: what the model returned, by name, and `head`: its logits as the head made them.
     """
 
     op_names: list[str] = field(default_factory=list)
@@ -127,6 +128,7 @@ class StepGraph:
     storage_value: list[int] = field(default_factory=list)
 
     load_names: dict[int, str] = field(default_factory=dict)
+    output_dtypes: dict[str, str] = field(default_factory=dict)
     saved: SavedTensors | None = None
 
     @property

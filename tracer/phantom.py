@@ -16,7 +16,8 @@ Note [Known values]
     are all known is computed for real as well. Known tensors of one storage share one CPU storage, so in-place
     operators and views stay right; an in-place write of unknown values makes the whole CPU storage unknown.
 
-Only this module, dispatch.py, phantom_ops.py, attention.py, composites.py and recorder.py touch global PyTorch state.
+Only this module, dispatch.py, phantom_ops.py, attention.py, autocast.py, composites.py and recorder.py touch global
+PyTorch state.
 """
 
 from __future__ import annotations

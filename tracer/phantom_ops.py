@@ -45,7 +45,7 @@ BALANCED_CHOICES = (
     "every candidate equally often"
 )
 RECURRENT_CELLS = "LSTM and GRU layers run PyTorch's fused cells step by step; cuDNN's kernels keep less per step"
-HEALTHY_NUMBERS = "no activation is NaN or infinite"
+HEALTHY_NUMBERS = "no activation or gradient is NaN or infinite"
 SCALAR_READ = "a number read from the device (.item()) was answered with 1.0"
 
 
@@ -347,6 +347,14 @@ def no_nan(mode, func, args, kwargs):
     # One element stands for all: a write into it makes the values unknown, see phantom.py.
     output.known = torch.zeros((), dtype=torch.bool).expand(output.shape)
     return output
+
+
+@handles(aten._amp_foreach_non_finite_check_and_unscale_.default)
+def unscale(mode, func, args, kwargs):
+    """GradScaler's check of the gradients: `found_inf` stays what it was, so that no step is skipped."""
+    mode.assume(HEALTHY_NUMBERS)
+    for gradient in args[0]:
+        mode.forget(gradient)
 
 
 # -- tensors whose values do not depend on the tensor they are like ----------------------------------------------------

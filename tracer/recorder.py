@@ -22,6 +22,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from metapeak.tracer.autocast import autocast_as_on_cuda
 from metapeak.tracer.blocks import block_names
 from metapeak.tracer.core_attention import SUFFIX, around_core_attention
 from metapeak.tracer.dispatch import PhantomMode
@@ -128,6 +129,7 @@ class Recorder:
             with (
                 self._interruptible(),
                 self._attention_watched(),
+                autocast_as_on_cuda(),
                 self.mode,
                 torch.autograd.set_multithreading_enabled(False),
             ):

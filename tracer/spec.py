@@ -40,11 +40,13 @@ class BatchSpec:
 class OptimizerSpec:
     """The optimizer: its name (see OPTIMIZERS in strategies/optimizer.py) and implementation.
 
-    `implementation` is `foreach` (what CUDA picks), `fused` or `for-loop`.
+    `implementation` is `foreach` (what CUDA picks), `fused`, `for-loop`, or `in-backward`: an optimizer a parameter,
+    stepped as soon as its gradient is there. `master_weights`: it works on float32 copies of weights in 16 bits.
     """
 
     name: str = "adamw"
     implementation: str = "foreach"
+    master_weights: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +56,20 @@ class StepSpec(BatchSpec):
     `attention` None is what the model's default implementation gets on the GPU; else `eager`, `sdpa`, or a kernel to
     force (`flash2`, `efficient`, `cudnn`, `math`). Two iterations show the creation of optimizer states and the steady
     step.
+
+    `autocast` is the dtype of an autocast region (`bfloat16`, `float16`; fp16 brings loss scaling), `autocast_region`
+    where it ends (`forward`, `loss`; None: after the model's forward, or with the loss that a function of yours gave).
+    `grad_accum` micro-batches a step; `grad_accum_dtype` `float32` adds 16-bit gradients up in float32 buffers.
+    `max_grad_norm` clips the norm of all gradients. `keep_outputs`: the script's variable holds all that the model
+    returned. See tracer/training_loop.py.
     """
 
     optimizer: OptimizerSpec = OptimizerSpec()
     attention: str | None = None
     iterations: int = 2
+    autocast: str | None = None
+    autocast_region: str | None = None
+    grad_accum: int = 1
+    grad_accum_dtype: str | None = None
+    max_grad_norm: float | None = None
+    keep_outputs: bool = False
