@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -65,12 +65,15 @@ BANNED = ("binary_cross_entropy",)
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 # Weights that were cast, by id: (a weak reference, so that an id means what it meant; the cast).
 _casts: dict[int, tuple[weakref.ref, torch.Tensor]] = {}
+# Told of every cached cast that is used: (the cast, whether it was there already).
+_observers: list[Callable[[torch.Tensor, bool], None]] = []
 
 
 @contextlib.contextmanager
-def autocast_as_on_cuda() -> Iterator[None]:
+def autocast_as_on_cuda(observe: Callable[[torch.Tensor, bool], None]) -> Iterator[None]:
     """While it lasts, casts are cached and freed as on CUDA, and programs that say "cuda" to autocast mean the phantom
     GPU: `torch.autocast("cuda")`, `torch.is_autocast_enabled()`, custom autograd functions with device_type="cuda".
+    `observe` is told of every use of a cached cast, and whether it was in the cache already.
     """
     init, clear = torch.autocast.__init__, torch.clear_autocast_cache
     enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -86,9 +89,11 @@ def autocast_as_on_cuda() -> Iterator[None]:
     torch.clear_autocast_cache = clear_both
     torch.is_autocast_enabled = lambda device_type="cuda": enabled(_ours(device_type))
     torch.get_autocast_dtype = lambda device_type: dtype(_ours(device_type))
+    _observers.append(observe)
     try:
         yield
     finally:
+        _observers.pop()
         torch.autocast.__init__ = init
         torch.clear_autocast_cache = clear
         torch.is_autocast_enabled, torch.get_autocast_dtype = enabled, dtype
@@ -127,8 +132,11 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if not cached:
         return value.to(dtype)
     entry = _casts.get(id(value))
-    if entry is None or entry[0]() is not value:
+    reused = entry is not None and entry[0]() is value
+    if not reused:
         entry = _casts[id(value)] = (weakref.ref(value), value.to(dtype))
+    for observe in _observers:
+        observe(entry[1], reused)
     return entry[1]
 
 
