@@ -114,7 +114,7 @@ class Region:
         return tuple(kept for kept in self.kept if self.wanted is None or kept >= self.stop)
 
     def since_start(self, operation, tick):
-        """Operations that have run again before the recompute is where the forward was at `tick`, before `operation`."""
+        """Operations that have run again when the recompute is where the forward was at `tick`, before `operation`."""
         recast = np.searchsorted(np.array([at for _, _, at, _ in self.recast], dtype=np.int64), tick)
         return operation - self.begin - np.searchsorted(np.array(self.kept, dtype=np.int64), operation) + recast
 
@@ -168,6 +168,7 @@ def _nested(graph: StepGraph, regions: list[Region], calls: list[int]) -> list[R
             overs.append(inner.over)
             to_the_end |= keywords
             if handed_in:
+                for_inner += [kept for kept in inner.kept_for_inner if kept[0] in handed_in]
                 stops.append((saved.call_ticks[calls[child]][0], inner.begin))
                 if inner.wanted is not None:
                     wants.append((inner.wanted_tick, inner.wanted))

@@ -75,29 +75,31 @@ def autocast_as_on_cuda(observe: Callable[[torch.Tensor, bool], None]) -> Iterat
     GPU: `torch.autocast("cuda")`, `torch.is_autocast_enabled()`, custom autograd functions with device_type="cuda".
     `observe` is told of every use of a cached cast, and whether it was in the cache already.
     """
-    init, clear = torch.autocast.__init__, torch.clear_autocast_cache
+    mode = torch.amp.autocast_mode
+    init, cast_inputs, clear = mode.autocast.__init__, mode._cast, torch.clear_autocast_cache
     enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def init_ours(self, device_type, *args, **kwargs):
+        init(self, _ours(device_type), *args, **kwargs)
 
     def clear_both():
         _casts.clear()
         clear()
 
-    def init_for_phantom(self, device_type, *args, **kwargs):
-        init(self, _ours(device_type), *args, **kwargs)
-
-    torch.autocast.__init__ = init_for_phantom
-    torch.clear_autocast_cache = clear_both
-    torch.is_autocast_enabled = lambda device_type="cuda": enabled(_ours(device_type))
-    torch.get_autocast_dtype = lambda device_type: dtype(_ours(device_type))
-    _observers.append(observe)
-    try:
+    with contextlib.ExitStack() as replaced:
+        for owner, name, function in (
+            (mode.autocast, "__init__", init_ours),
+            (mode, "_cast", lambda value, device_type, dtype: cast_inputs(value, _ours(device_type), dtype)),
+            (torch, "clear_autocast_cache", clear_both),
+            (torch, "is_autocast_enabled", lambda device_type="cuda": enabled(_ours(device_type))),
+            (torch, "get_autocast_dtype", lambda device_type: dtype(_ours(device_type))),
+        ):
+            replaced.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
+        replaced.callback(_casts.clear)
+        _observers.append(observe)
+        replaced.callback(_observers.pop)
         yield
-    finally:
-        _observers.pop()
-        torch.autocast.__init__ = init
-        torch.clear_autocast_cache = clear
-        torch.is_autocast_enabled, torch.get_autocast_dtype = enabled, dtype
-        _casts.clear()
 
 
 def _ours(device_type: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checkpointing under autocast: the rewrite of one trace against torch.utils.checkpoint traced anew, at every operation.
+"""Checkpointing under autocast: the rewrite of one trace against torch.utils.checkpoint traced anew, every operation.
 
 A recompute runs in an autocast region of its own, so it casts weights again and frees the casts when it ends.
 """
@@ -36,12 +36,17 @@ ALBERT = Family(
         **_TEXT, embedding_size=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_hidden_groups=1
     ),
 )
-by_name = pytest.mark.parametrize("family", [*FAMILIES, ALBERT], ids=lambda family: family.name)
-some = pytest.mark.parametrize(
-    "family",
-    [*(family for family in FAMILIES if family.name in ("gpt2", "llama", "t5", "mixtral, all experts")), ALBERT],
-    ids=lambda family: family.name,
-)
+
+
+def matrix(*always):
+    """All families, of which these run by default."""
+    return pytest.mark.parametrize(
+        "family",
+        [
+            pytest.param(family, id=family.name, marks=() if family.name in always else pytest.mark.slow)
+            for family in [*FAMILIES, ALBERT]
+        ],
+    )
 
 
 @functools.cache
@@ -62,7 +67,7 @@ def modules(family):
     return [name for name in called if name and regions_of(graph, [name])]
 
 
-@by_name
+@matrix("gpt2", "llama", "albert")
 def test_every_block(family):
     graph = trace(family)
     assert graph.saved.casts
@@ -82,14 +87,18 @@ REENTRANT_AUTOCAST_DIFFERENCES = {
         "aten.mm.default",
         "aten.clone.default",
         "aten._unsafe_view.default",
+        "aten.t.default",
+        "aten.transpose.int",
     },
     # ... the cast of a region's input is cached as if it were a weight's: q, k and v share one.
     "bert": {"aten._to_copy.default", "aten.add.Tensor"},
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@matrix("gpt2", "llama", "bert")
 def test_reentrant(family):
+    if family is ALBERT:
+        pytest.skip("its only block gets no input that requires grad, which a reentrant checkpoint needs")
     graph = trace(family)
     names = parse_policy("full").modules(graph)
     real = retrace(family, {"checkpointed": names, "use_reentrant": True})
@@ -103,7 +112,7 @@ def test_reentrant(family):
         assert ours == real
 
 
-@some
+@matrix("llama")
 @RANDOM
 @given(data=draw.data())
 def test_random_sets_of_modules(family, data):
@@ -124,12 +133,12 @@ def test_a_weight_that_several_layers_share_is_cast_again_by_each_recompute(part
     assert table.peaks([[False], [True]]).tolist() == peaks
 
 
-@some
-@pytest.mark.parametrize("text", ["selective:torchtitan", "offload", "nested:*attn,*attention,*SelfAttention"])
+@matrix("gpt2")
+@pytest.mark.parametrize("text", ["selective:torchtitan", "offload", "nested:*attn,*mlp,*attention,*Attention,*mixer"])
 def test_other_policies(family, text):
     graph, policy = trace(family), parse_policy(text)
     if text == "offload":
         assert timeline(policy_liveness(policy, graph)[0]) == retrace(family, policy_plan(policy, graph))
-    elif not (family is ALBERT and text.startswith("nested")):
+    else:
         rewritten = checkpointed(graph, policy_regions(policy, graph))
         assert timeline(rewritten) == retrace(family, policy_plan(policy, graph))
