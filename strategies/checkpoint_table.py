@@ -54,7 +54,7 @@ def checkpoint_table(graph: StepGraph, candidates: Sequence[tuple[str, Sequence[
     plain, holds = graph.liveness(), Holds.of(graph)
     regions = [(index, region) for index, (_, members) in enumerate(candidates) for region in members]
     wanted = [region.wanted_tick for _, region in regions if region.length]
-    ticks = np.sort(np.concatenate([holds.op_tick, np.array(wanted, dtype=np.int64)]))
+    ticks = np.sort(np.concatenate([holds.op_tick, np.array(wanted, dtype=np.float64)]))
     base, changes = _Curve(ticks), [_Curve(ticks) for _ in candidates]
 
     alone, choices = _lifetimes(plain, holds, regions)
@@ -110,6 +110,10 @@ def _lifetimes(plain: Liveness, holds: Holds, regions) -> tuple[np.ndarray, dict
 
     choices: dict[int, dict[int, list[int]]] = {}
     stays = plain.birth[rows] < begin[save]  # made before the region: it is there also for a checkpointed one
+    for _, region in regions:
+        if region.recast:
+            inside = (save >= region.saves.start) & (save < region.saves.stop)
+            stays &= ~(inside & np.isin(rows, region.recast_rows))
     for row, candidate, tick, foreign in zip(rows[~free], owner[save][~free], until[~free, 0], stays[~free]):
         deaths = choices.setdefault(int(row), {}).setdefault(int(candidate), [0, 0])
         deaths[0] = max(deaths[0], int(tick))

@@ -26,6 +26,11 @@ Note [Nested]
     recompute, in which the inner region runs as in forward, keeping nothing; then the inner one runs again. The outer
     recompute stops where the last tensor was saved for itself, an inner region's input counting as one.
 
+Note [Autocast]
+    Casts of weights that autocast caches live until the forward's autocast region ends, those of a recompute until the
+    recompute ends: torch.utils.checkpoint runs it in an autocast region of its own. So they are no outputs of a region;
+    and a region that found in the cache what was made before it, for a weight that several share, makes it again.
+
 Note [Reentrant]
     A reentrant checkpoint is one node of autograd's graph. Before the first backward operation of the region it runs
     the whole region again, with grad and without an early stop, and then a backward of its own through what it made: so
@@ -59,7 +64,8 @@ class Region:
     backward first reads a save, None when it reads none; `over` (tick, operations recorded) when the last of its saves
     is released. `kept`: operations, in order, whose outputs are cached in forward and that do not run again.
     `reentrant`: see Note [Reentrant]. `inner` (saves of regions inside), `handed_in`, `kept_for_inner` (storage, tick,
-    operations recorded) and `kept_to_its_end`: see Note [Nested].
+    operations recorded) and `kept_to_its_end`: see Note [Nested]. `recast` (storage, operations recorded, tick, the
+    operation that made it): casts that the region found in the cache, in order: see Note [Autocast].
     """
 
     begin: int
@@ -79,6 +85,7 @@ class Region:
     handed_in: tuple[int, ...] = ()
     kept_for_inner: tuple[tuple[int, int, int], ...] = ()
     kept_to_its_end: tuple[int, ...] = ()
+    recast: tuple[tuple[int, int, int, int], ...] = ()
 
     @property
     def own_saves(self) -> np.ndarray:
@@ -92,21 +99,28 @@ class Region:
     def operations(self) -> np.ndarray:
         """The operations that run again, in order."""
         again = np.arange(self.begin, self.stop if self.wanted is not None else self.begin)
+        before = [at - self.begin for _, at, _, _ in self.recast] if len(again) else []
+        again = np.insert(again, before, [made for _, _, _, made in self.recast][: len(before)])
         return again[~np.isin(again, self.kept)]
 
     @property
     def length(self) -> int:
         """Operations that run again."""
-        return 0 if self.wanted is None else int(self.since_start(self.stop))
+        return 0 if self.wanted is None else int(self.since_start(self.stop, self.stop_tick))
 
     @property
     def left_in_cache(self) -> tuple[int, ...]:
         """Kept operations whose outputs no recompute takes out."""
         return tuple(kept for kept in self.kept if self.wanted is None or kept >= self.stop)
 
-    def since_start(self, operation):
-        """Operations that have run again before the recompute is where the forward was before `operation`."""
-        return operation - self.begin - np.searchsorted(np.array(self.kept, dtype=np.int64), operation)
+    def since_start(self, operation, tick):
+        """Operations that have run again when the recompute is where the forward was at `tick`, before `operation`."""
+        recast = np.searchsorted(np.array([at for _, _, at, _ in self.recast], dtype=np.int64), tick)
+        return operation - self.begin - np.searchsorted(np.array(self.kept, dtype=np.int64), operation) + recast
+
+    @property
+    def recast_rows(self) -> tuple[int, ...]:
+        return tuple(row for row, _, _, _ in self.recast)
 
 
 def regions_of(graph: StepGraph, modules: Iterable[str], *, reentrant: bool = False) -> list[Region]:
@@ -154,6 +168,7 @@ def _nested(graph: StepGraph, regions: list[Region], calls: list[int]) -> list[R
             overs.append(inner.over)
             to_the_end |= keywords
             if handed_in:
+                for_inner += [kept for kept in inner.kept_for_inner if kept[0] in handed_in]
                 stops.append((saved.call_ticks[calls[child]][0], inner.begin))
                 if inner.wanted is not None:
                     wants.append((inner.wanted_tick, inner.wanted))
@@ -196,17 +211,31 @@ def _region(graph: StepGraph, call: int) -> Region:
     saves = range(*saved.call_saves[call])
     read = [(saved.unpacked_tick[save], saved.unpacked[save]) for save in saves if saved.unpacked[save] >= 0]
     wanted_tick, wanted = min(read, default=(-1, None))
+    stop_tick = saved.packed_tick[saves[-1]]
     return Region(
         begin=begin,
         end=end,
         saves=saves,
         stop=saved.packed[saves[-1]],
-        stop_tick=saved.packed_tick[saves[-1]],
+        stop_tick=stop_tick,
         wanted=wanted,
         wanted_tick=wanted_tick,
         over=max((saved.released_tick[save], saved.released[save]) for save in saves),
         inputs=saved.call_inputs[call],
+        recast=_recast(graph, begin, saved.call_ticks[call][0], stop_tick),
     )
+
+
+def _recast(graph: StepGraph, begin: int, first_tick: int, stop_tick: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Casts made before a region that it found in autocast's cache; see Note [Autocast]."""
+    reuses = graph.saved.cast_reuses
+    found: dict[int, tuple[int, int, int, int]] = {}
+    for row, at, tick in reuses[bisect_left(reuses, first_tick, key=lambda reuse: reuse[2]) :]:
+        if tick > stop_tick:
+            break
+        if graph.birth[row] < begin:
+            found.setdefault(row, (row, at, tick, graph.birth[row]))
+    return tuple(found.values())
 
 
 def _reentrant_region(graph: StepGraph, call: int) -> Region:
@@ -215,7 +244,8 @@ def _reentrant_region(graph: StepGraph, call: int) -> Region:
     first, last = np.searchsorted(saved.backward_of_sorted[0], [plain.begin, plain.end])
     operations = saved.backward_of_sorted[1][first:last]
     events = [(plain.wanted_tick, plain.wanted)] if plain.wanted is not None else []
-    events += [(saved.op_tick[operation], int(operation)) for operation in operations]
+    # The operation itself, and what it allocates, comes after the recompute.
+    events += [(saved.op_tick[operation] - _JUST_BEFORE, int(operation)) for operation in operations]
     if not events:
         return replace(plain, reentrant=True)
     wanted_tick, wanted = min(events)
@@ -235,6 +265,7 @@ def _reentrant_region(graph: StepGraph, call: int) -> Region:
         inputs=tuple({*plain.inputs, *gradients}),
         keywords=saved.call_keywords[call],
         graph_over=_graph_over(graph, plain.begin),
+        recast=_recast(graph, plain.begin, *saved.call_ticks[call]),
     )
 
 
@@ -313,9 +344,10 @@ def checkpointed(graph: StepGraph, regions: Iterable[Region]) -> Liveness:
     if regions:
         outside |= plain.birth[holds.save_row] < region_begin[region_of_save]
         for region in regions:
-            if region.handed_in:  # comes again from the recompute around it
+            again = region.handed_in + region.recast_rows  # comes from the recompute around it, or is cast again
+            if again:
                 part = slice(region.saves.start, region.saves.stop)
-                outside[part] &= ~np.isin(holds.save_row[part], region.handed_in)
+                outside[part] &= ~np.isin(holds.save_row[part], again)
     death = latest(holds.eager, holds.save_row[outside], holds.release[outside])
     of_ghost = outside[holds.ghost_save]
     death = latest(death, holds.save_row[holds.ghost_save[of_ghost]], holds.ghost[of_ghost])
@@ -377,6 +409,7 @@ class Holds:
 
     `eager` [storages, 2]: Python's last reference. `save_row` [saves]: the storage of each save; `release` [saves, 2];
     `was_read` [saves]. `ghost_save` [ghosts] and `ghost` [ghosts, 2]: what backward read in place of a save.
+    `casts`: storages that autocast's cache held.
     """
 
     eager: np.ndarray
@@ -386,6 +419,7 @@ class Holds:
     ghost_save: np.ndarray
     ghost: np.ndarray
     op_tick: np.ndarray
+    casts: np.ndarray
 
     @classmethod
     def of(cls, graph: StepGraph) -> Holds:
@@ -400,6 +434,7 @@ class Holds:
             ghost_save=ghosts[:, 0],
             ghost=ghosts[:, [2, 1]],
             op_tick=np.array(saved.op_tick, dtype=np.int64),
+            casts=np.array(saved.casts, dtype=np.int64),
         )
 
 
@@ -438,7 +473,14 @@ def recomputed(plain: Liveness, holds: Holds, region: Region) -> Copies:
     # At the early stop everything that Python still holds goes.
     inside = holds.eager[rows, 0] < region.stop_tick
     inside &= ~np.isin(rows, region.kept_to_its_end)
-    death = np.where(inside, region.since_start(holds.eager[rows, 1]), region.length)
+    death = np.where(inside, region.since_start(holds.eager[rows, 1], holds.eager[rows, 0]), region.length)
+    birth = region.since_start(plain.birth[rows], holds.op_tick[plain.birth[rows]])
+    recast = np.array([[row, at, tick] for row, at, tick, _ in region.recast], dtype=np.int64).reshape(-1, 3)
+    rows = np.concatenate([rows, recast[:, 0]])
+    position[recast[:, 0]] = np.arange(len(inside), len(rows))
+    birth = np.concatenate([birth, region.since_start(recast[:, 1], recast[:, 2])])
+    death = np.concatenate([death, np.full(len(recast), region.length)])
+    inside = np.concatenate([inside, np.ones(len(recast), dtype=bool)]) | np.isin(rows, holds.casts)
 
     after = np.full((len(rows), 2), -1, dtype=np.int64)
     saves = region.own_saves
@@ -454,7 +496,7 @@ def recomputed(plain: Liveness, holds: Holds, region: Region) -> Copies:
     if region.reentrant:
         outputs = np.flatnonzero(~inside)
         after = latest(after, outputs, np.tile(region.over, (len(outputs), 1)))
-    return Copies(row=rows, birth=region.since_start(plain.birth[rows]), death=death, after=after)
+    return Copies(row=rows, birth=birth, death=death, after=after)
 
 
 def _with_operations(plain: Liveness, regions: list[Region], timeline: _Timeline) -> Liveness:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -65,34 +65,41 @@ BANNED = ("binary_cross_entropy",)
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 # Weights that were cast, by id: (a weak reference, so that an id means what it meant; the cast).
 _casts: dict[int, tuple[weakref.ref, torch.Tensor]] = {}
+# Told of every cached cast that is used: (the cast, whether it was there already).
+_observers: list[Callable[[torch.Tensor, bool], None]] = []
 
 
 @contextlib.contextmanager
-def autocast_as_on_cuda() -> Iterator[None]:
+def autocast_as_on_cuda(observe: Callable[[torch.Tensor, bool], None]) -> Iterator[None]:
     """While it lasts, casts are cached and freed as on CUDA, and programs that say "cuda" to autocast mean the phantom
     GPU: `torch.autocast("cuda")`, `torch.is_autocast_enabled()`, custom autograd functions with device_type="cuda".
+    `observe` is told of every use of a cached cast, and whether it was in the cache already.
     """
-    init, clear = torch.autocast.__init__, torch.clear_autocast_cache
+    mode = torch.amp.autocast_mode
+    init, cast_inputs, clear = mode.autocast.__init__, mode._cast, torch.clear_autocast_cache
     enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def init_ours(self, device_type, *args, **kwargs):
+        init(self, _ours(device_type), *args, **kwargs)
 
     def clear_both():
         _casts.clear()
         clear()
 
-    def init_for_phantom(self, device_type, *args, **kwargs):
-        init(self, _ours(device_type), *args, **kwargs)
-
-    torch.autocast.__init__ = init_for_phantom
-    torch.clear_autocast_cache = clear_both
-    torch.is_autocast_enabled = lambda device_type="cuda": enabled(_ours(device_type))
-    torch.get_autocast_dtype = lambda device_type: dtype(_ours(device_type))
-    try:
+    with contextlib.ExitStack() as replaced:
+        for owner, name, function in (
+            (mode.autocast, "__init__", init_ours),
+            (mode, "_cast", lambda value, device_type, dtype: cast_inputs(value, _ours(device_type), dtype)),
+            (torch, "clear_autocast_cache", clear_both),
+            (torch, "is_autocast_enabled", lambda device_type="cuda": enabled(_ours(device_type))),
+            (torch, "get_autocast_dtype", lambda device_type: dtype(_ours(device_type))),
+        ):
+            replaced.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
+        replaced.callback(_casts.clear)
+        _observers.append(observe)
+        replaced.callback(_observers.pop)
         yield
-    finally:
-        torch.autocast.__init__ = init
-        torch.clear_autocast_cache = clear
-        torch.is_autocast_enabled, torch.get_autocast_dtype = enabled, dtype
-        _casts.clear()
 
 
 def _ours(device_type: Any) -> Any:
@@ -127,8 +134,11 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if not cached:
         return value.to(dtype)
     entry = _casts.get(id(value))
-    if entry is None or entry[0]() is not value:
+    reused = entry is not None and entry[0]() is value
+    if not reused:
         entry = _casts[id(value)] = (weakref.ref(value), value.to(dtype))
+    for observe in _observers:
+        observe(entry[1], reused)
     return entry[1]
 
 

@@ -45,7 +45,9 @@ class SavedTensors:
     with the ticks of each; unpacked is -1 for a tensor that backward never read.
     Rows of module calls: `call_module`, `call_ops` (first operation, operation after the last), `call_saves` likewise,
     `call_ticks` (when it began and ended), `call_inputs` (the storages of all its arguments),
-    `call_keywords` (of its keyword arguments). `losses`: the storage of each iteration's loss.
+    `call_keywords` (of its keyword arguments). `losses`: the storage of each forward's loss.
+    `casts`: storages that autocast's cache held; `cast_reuses`: (storage, operations recorded, tick) of each time that
+    one was found there.
     `backward_of` has a row an operation: the forward operation whose gradient it computes, -1 for none.
     `op_tick` has a row an operation. `eager_death`, `eager_death_tick` have a row a storage: when the last reference
     other than a save went. `ghosts` are the tensors that backward read in place of saved ones: (save, death, tick).
@@ -65,6 +67,8 @@ class SavedTensors:
     call_inputs: list[tuple[int, ...]] = field(default_factory=list)
     call_keywords: list[tuple[int, ...]] = field(default_factory=list)
     losses: list[int] = field(default_factory=list)
+    casts: list[int] = field(default_factory=list)
+    cast_reuses: list[list[int]] = field(default_factory=list)
     backward_of: list[int] = field(default_factory=list)
     op_tick: list[int] = field(default_factory=list)
     eager_death: list[int] = field(default_factory=list)

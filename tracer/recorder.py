@@ -129,7 +129,7 @@ class Recorder:
             with (
                 self._interruptible(),
                 self._attention_watched(),
-                autocast_as_on_cuda(),
+                autocast_as_on_cuda(self._note_cast),
                 self.mode,
                 torch.autograd.set_multithreading_enabled(False),
             ):
@@ -334,6 +334,16 @@ class Recorder:
     def _rows_in(self, arguments) -> set[int]:
         tensors = [leaf for leaf in tree_leaves(arguments) if type(leaf) is PhantomTensor]
         return {self.graph.value_storage[self.value_of(tensor)] for tensor in tensors}
+
+    def _note_cast(self, cast: torch.Tensor, reused: bool) -> None:
+        """A weight's cast went into autocast's cache in forward, or was found there."""
+        if self._saves is None or self._phase is not Phase.FORWARD:
+            return
+        saved, row = self.graph.saved, self.graph.value_storage[self.value_of(cast)]
+        if reused:
+            saved.cast_reuses.append([row, self.graph.num_ops, self.tick()])
+        else:
+            saved.casts.append(row)
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Remember whose death is the end of the iteration's autograd graph."""
