@@ -11,6 +11,7 @@ from metapeak.tracer import attention, composites, phantom_ops  # noqa: F401  (t
 from metapeak.tracer.errors import InputError, MetapeakError, TraceError
 from metapeak.tracer.graph import StepGraph
 from metapeak.tracer.liveness import Category, Phase
+from metapeak.tracer.optimizer_states import mark_optimizer_states
 from metapeak.tracer.phantom import PhantomTensor, phantom_from_cpu, phantom_from_meta, take_pending_error
 from metapeak.tracer.recorder import Recorder
 
@@ -137,9 +138,7 @@ def _train(recorder, model, batch, optimizer, compute_loss, iterations, progress
                 continue
             progress(f"iteration {iteration}: optimizer")
             optimizer.step()
-            for parameter, state in optimizer.state.items():
-                for tensor in state.values():
-                    recorder.mark(tensor, Category.OPTIMIZER_STATE, parameter)
+            mark_optimizer_states(recorder, optimizer)
             optimizer.zero_grad(set_to_none=True)
     recorder.close()
 
