@@ -11,7 +11,7 @@ from typing import Any
 
 from metapeak.strategies.attention import ATTENTION
 from metapeak.strategies.gradient_checkpointing import parse_policy, strategy_for
-from metapeak.strategies.optimizer import IMPLEMENTATIONS, OPTIMIZERS
+from metapeak.strategies.optimizers import IMPLEMENTATIONS, parse_arguments
 from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.gpus import Gpu, find_gpu, gpu_of_memory
 from metapeak.tracer.simulation import Option
@@ -43,11 +43,20 @@ SETTINGS = (
     Setting(name="image_size", kind=int, default=None, help="pixels a side; default: the config's"),
     Setting(name="num_images", kind=int, default=1, help="images a sample, for image-text models"),
     Setting(name="weights_dtype", kind=str, default=None, help="default: the config's", choices=tuple(DTYPES)),
-    Setting(name="optimizer", kind=str, default="adamw", help="default adamw", choices=tuple(OPTIMIZERS)),
     Setting(
-        name="implementation", kind=str, default="foreach", help="of the optimizer; CUDA's default is foreach",
+        name="optimizer", kind=str, default="adamw",
+        help="adamw, sgd, adafactor, lion, muon, adamw8bit, paged-adamw8bit, adamw4bit, ... (a wrong name lists them), "
+        "the Hugging Face Trainer's names, package.Class, file.py:Class or none; default adamw",
+    ),
+    Setting(
+        name="implementation", kind=str, default=None, help="of the optimizer; default: as CUDA picks for its class",
         choices=IMPLEMENTATIONS,
     ),
+    Setting(
+        name="state_dtype", kind=str, default=None, help="of the moments of adam and adamw; default: the parameter's",
+        choices=tuple(DTYPES),
+    ),
+    Setting(name="optimizer_args", kind=str, default=None, help="NAME=VALUE[,NAME=VALUE] for the optimizer's class"),
     Setting(
         name="checkpointing", kind=str, default="none",
         help="none, full, every:N, layers:0-15,20, modules:PATTERN[,PATTERN], nested:PATTERN[,PATTERN], offload, "
@@ -155,7 +164,18 @@ def step_spec(options: Mapping[str, Option]) -> StepSpec:
     names = ("batch_size", "seq_len", "target_len", "image_size", "num_images", "attention")
     return StepSpec(
         **{name: options[name].value for name in names},
-        optimizer=OptimizerSpec(name=options["optimizer"].value, implementation=options["implementation"].value),
+        optimizer=optimizer_spec(options),
+    )
+
+
+def optimizer_spec(options: Mapping[str, Option]) -> OptimizerSpec:
+    """The optimizer that the options name. Raises InputError for arguments that cannot be read."""
+    dtype = options["state_dtype"].value
+    return OptimizerSpec(
+        name=options["optimizer"].value,
+        implementation=options["implementation"].value,
+        state_dtype=DTYPES[dtype] if dtype else None,
+        arguments=parse_arguments(options["optimizer_args"].value),
     )
 
 

@@ -64,7 +64,7 @@ def describe_step(simulation: Simulation, rank: RankResult) -> str:
     model = simulation.model
     trained = "full fine-tune" if model.trainable_parameters == model.parameters else "partly frozen"
     parts = [trained, str(options.get("weights_dtype", ""))]
-    parts.append(f"{options.get('optimizer', 'adamw')} {options.get('implementation', 'foreach')}")
+    parts.append(f"{options.get('optimizer', 'adamw')} {options.get('implementation') or ''}".rstrip())
     lengths = [options.get(name) for name in ("seq_len", "target_len") if options.get(name)]
     batch = f"batch {options.get('batch_size', 1)}"
     if options.get("batch_size", 1) is None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from metapeak.strategies.attention import attention_of, check_attention, check_attention_dtype
 from metapeak.strategies.base import Strategy
-from metapeak.strategies.optimizer import check_optimizer, optimizer_maker
+from metapeak.strategies.optimizers import OptimizerMaker, check_optimizer, optimizer_maker
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.kernels import DEFAULT_COMPUTE_CAPABILITY, NOT_MODELLED, with_cublas_workspaces
@@ -76,6 +76,7 @@ def simulate(
         strategy.prepare(built.module)
     tensors, batch_notes = _batch(built, resolved, step)
     compute_loss = _loss(built, resolved)
+    make_optimizer = optimizer_maker(step.optimizer, built.module)
     summary = _summary(resolved, built.module)
     seconds["build"] = time.perf_counter() - started
 
@@ -84,7 +85,7 @@ def simulate(
         graph, answered = record_training_step(
             built.module,
             tensors,
-            optimizer_maker(step.optimizer),
+            make_optimizer,
             compute_loss=compute_loss,
             iterations=step.iterations,
             decouple_saves=any(strategy.needs_saves for strategy in strategies),
@@ -105,11 +106,13 @@ def simulate(
     assumptions = [*resolved.notes, *built.notes, *batch_notes, *answered]
     for strategy in strategies:
         assumptions += [*strategy.assumptions(), *strategy.remarks(graph)]
+    if make_optimizer is not None:
+        assumptions += [*make_optimizer.assumptions(), *make_optimizer.remarks()]
     if gpu is None or gpu.compute_capability is None:
         assumptions.append("kernels and cuBLAS workspaces as on an NVIDIA GPU of compute capability 8.0 (no GPU named)")
     return Simulation(
         model=summary,
-        options={**(options or {}), **_resolved_options(built, tensors, options or {})},
+        options={**(options or {}), **_resolved_options(built, tensors, make_optimizer, options or {})},
         how=How(
             torch=torch.__version__,
             transformers=transformers.__version__,
@@ -188,8 +191,10 @@ def _loss(built, resolved) -> Callable[..., Any]:
     return sum_of_features if resolved.task == "feature-extraction" and built.batch is None else default_loss
 
 
-def _resolved_options(built, tensors, given: Mapping[str, Option]) -> dict[str, Option]:
-    """Options whose value only the model knows: its dtype, the lengths that its batch got, its attention."""
+def _resolved_options(
+    built, tensors, make_optimizer: OptimizerMaker | None, given: Mapping[str, Option]
+) -> dict[str, Option]:
+    """Options whose value only the model or the optimizer's class knows: dtype, lengths of the batch, attention."""
     resolved: dict[str, Option] = {}
 
     def fill(name: str, value: Any, origin: str) -> None:
@@ -201,6 +206,7 @@ def _resolved_options(built, tensors, given: Mapping[str, Option]) -> dict[str, 
         resolved["batch_size"] = Option(value=None, origin="the function's own batch")
     config = getattr(built.module, "config", None)
     fill("attention", getattr(config, "_attn_implementation", None), "model class")
+    fill("implementation", getattr(make_optimizer, "implementation", None), "as CUDA picks for the optimizer")
     for name, value in batch_sizes(tensors).items():
         fill(name, value, "default")
     return resolved
