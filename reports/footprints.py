@@ -12,7 +12,7 @@ from rich.text import Text
 from metapeak.reports.data import SCHEMA_VERSION, model_record, record_of
 from metapeak.reports.sizes import gib
 from metapeak.reports.summary import NARROW, describe_step, print_sentences
-from metapeak.strategies.footprints import Case, Footprint
+from metapeak.strategies.footprints import Footprint
 from metapeak.tracer.errors import InputError
 
 
@@ -74,7 +74,11 @@ def print_footprints(results: Sequence[Footprint], console: Console) -> None:
     console.print()
     for result in results:
         if result.simulation is not None:
-            console.print(Text.assemble((result.case.name, "bold"), f": {describe_step(result.simulation, result.simulation.worst)}"))
+            console.print(
+                Text.assemble(
+                    (result.case.name, "bold"), f": {describe_step(result.simulation, result.simulation.worst)}"
+                )
+            )
         else:
             console.print(Text.assemble((result.case.name, "bold"), ": refused. ", str(result.refused)))
     simulated = [result.simulation for result in results if result.simulation is not None]

@@ -14,7 +14,7 @@ from metapeak.strategies.base import Strategy
 from metapeak.strategies.gradient_checkpointing import parse_policy, strategy_for
 from metapeak.strategies.lora import ADAPTER_DTYPES, BIASES, parse_targets
 from metapeak.strategies.methods import METHODS, method_strategies
-from metapeak.strategies.optimizer import IMPLEMENTATIONS, OPTIMIZERS
+from metapeak.strategies.optimizers import IMPLEMENTATIONS, parse_arguments
 from metapeak.strategies.precision import AUTOCAST_REGIONS, PRECISIONS
 from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.gpus import Gpu, find_gpu, gpu_of_memory
@@ -120,11 +120,20 @@ SETTINGS = (
     Setting(name="max_grad_norm", kind=float, default=None, help="clip the norm of all gradients"),
     Setting(name="keep_outputs", kind=bool, default=False, help="the script keeps all that the model returned"),
     Setting(name="master_weights", kind=bool, default=False, help="the optimizer works on fp32 copies of the weights"),
-    Setting(name="optimizer", kind=str, default="adamw", help="default adamw", choices=tuple(OPTIMIZERS)),
     Setting(
-        name="implementation", kind=str, default="foreach", help="of the optimizer; CUDA's default is foreach",
+        name="optimizer", kind=str, default="adamw",
+        help="adamw, sgd, adafactor, lion, muon, adamw8bit, paged-adamw8bit, adamw4bit, ... (a wrong name lists them), "
+        "the Hugging Face Trainer's names, package.Class, file.py:Class or none; default adamw",
+    ),
+    Setting(
+        name="implementation", kind=str, default=None, help="of the optimizer; default: as CUDA picks for its class",
         choices=IMPLEMENTATIONS,
     ),
+    Setting(
+        name="state_dtype", kind=str, default=None, help="of the moments of adam and adamw; default: the parameter's",
+        choices=tuple(DTYPES),
+    ),
+    Setting(name="optimizer_args", kind=str, default=None, help="NAME=VALUE[,NAME=VALUE] for the optimizer's class"),
     Setting(
         name="checkpointing", kind=str, default="none",
         help="none, full, every:N, layers:0-15,20, modules:PATTERN[,PATTERN], nested:PATTERN[,PATTERN], offload, "
@@ -268,11 +277,19 @@ def step_spec(options: Mapping[str, Option]) -> StepSpec:
     return StepSpec(
         **{name: options[name].value for name in names},
         **dtypes,
-        optimizer=OptimizerSpec(
-            name=options["optimizer"].value,
-            implementation=options["implementation"].value,
-            master_weights=options["master_weights"].value,
-        ),
+        optimizer=optimizer_spec(options),
+    )
+
+
+def optimizer_spec(options: Mapping[str, Option]) -> OptimizerSpec:
+    """The optimizer that the options name. Raises InputError for arguments that cannot be read."""
+    dtype = options["state_dtype"].value
+    return OptimizerSpec(
+        name=options["optimizer"].value,
+        implementation=options["implementation"].value,
+        state_dtype=DTYPES[dtype] if dtype else None,
+        arguments=parse_arguments(options["optimizer_args"].value),
+        master_weights=options["master_weights"].value,
     )
 
 

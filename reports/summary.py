@@ -67,7 +67,7 @@ def describe_step(simulation: Simulation, rank: RankResult) -> str:
     """One line: what is trained, in which precision, with which optimizer, on which batch."""
     options = {name: option.value for name, option in simulation.options.items()}
     parts = [describe_method(simulation), str(options.get("weights_dtype", ""))]
-    parts.append(f"{options.get('optimizer', 'adamw')} {options.get('implementation', 'foreach')}")
+    parts.append(f"{options.get('optimizer', 'adamw')} {options.get('implementation') or ''}".rstrip())
     lengths = [options.get(name) for name in ("seq_len", "target_len") if options.get(name)]
     batch = f"batch {options.get('batch_size', 1)}"
     if options.get("batch_size", 1) is None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from metapeak.strategies.attention import attention_of, check_attention, check_attention_dtype
 from metapeak.strategies.base import Strategy
-from metapeak.strategies.optimizer import check_optimizer, optimizer_maker
+from metapeak.strategies.master_weights import with_master_weights
+from metapeak.strategies.optimizers import OptimizerMaker, check_optimizer, optimizer_maker
 from metapeak.strategies.precision import check_precision, precision_notes, training_loop
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.gpus import Gpu
@@ -84,6 +85,7 @@ def simulate(
     module = built.module
     for strategy in strategies:
         module = strategy.prepare(module)
+    make_optimizer = optimizer_maker(step.optimizer, module)
     loop = training_loop(step, module, own_loss=own_loss)
     precision = precision_notes(step, module, gpu, own_loss=own_loss)
     summary = _summary(resolved, built.module, module)
@@ -96,7 +98,7 @@ def simulate(
         graph, answered = record_training_step(
             module,
             tensors,
-            optimizer_maker(step.optimizer),
+            with_master_weights(make_optimizer, module) if step.optimizer.master_weights else make_optimizer,
             compute_loss=compute_loss,
             iterations=step.iterations,
             loop=loop,
@@ -118,11 +120,13 @@ def simulate(
     assumptions = [*resolved.notes, *built.notes, *batch_notes, *precision, *answered]
     for strategy, said in zip(strategies, notes):
         assumptions += [*strategy.assumptions(), *said, *strategy.remarks(graph)]
+    if make_optimizer is not None:
+        assumptions += [*make_optimizer.assumptions(), *make_optimizer.remarks()]
     if gpu is None or gpu.compute_capability is None:
         assumptions.append("kernels and cuBLAS workspaces as on an NVIDIA GPU of compute capability 8.0 (no GPU named)")
     return Simulation(
         model=summary,
-        options={**given, **_resolved_options(built, tensors, given)},
+        options={**given, **_resolved_options(built, tensors, make_optimizer, given)},
         how=How(
             torch=torch.__version__,
             transformers=transformers.__version__,
@@ -212,8 +216,10 @@ def _strategy_options(strategies, module, given: Mapping[str, Option]) -> dict[s
     return options
 
 
-def _resolved_options(built, tensors, given: Mapping[str, Option]) -> dict[str, Option]:
-    """Options whose value only the model knows: its dtype, the lengths that its batch got, its attention."""
+def _resolved_options(
+    built, tensors, make_optimizer: OptimizerMaker | None, given: Mapping[str, Option]
+) -> dict[str, Option]:
+    """Options whose value only the model or the optimizer's class knows: dtype, lengths of the batch, attention."""
     resolved: dict[str, Option] = {}
 
     def fill(name: str, value: Any, origin: str) -> None:
@@ -225,6 +231,7 @@ def _resolved_options(built, tensors, given: Mapping[str, Option]) -> dict[str, 
         resolved["batch_size"] = Option(value=None, origin="the function's own batch")
     config = getattr(built.module, "config", None)
     fill("attention", getattr(config, "_attn_implementation", None), "model class")
+    fill("implementation", getattr(make_optimizer, "implementation", None), "as CUDA picks for the optimizer")
     for name, value in batch_sizes(tensors).items():
         fill(name, value, "default")
     return resolved

@@ -12,16 +12,26 @@ apex/amp/_process_optimizer.py (O2).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 
-def with_master_weights(make: Callable[[list], torch.optim.Optimizer]) -> Callable[[list], MasterWeights]:
-    """A function from the trainable parameters to the optimizer that `make` makes, over float32 copies of them."""
-    return lambda parameters: MasterWeights(parameters, make)
+def with_master_weights(
+    make: Callable[[list], torch.optim.Optimizer], model: torch.nn.Module
+) -> Callable[[list], MasterWeights]:
+    """A function from the trainable parameters to the optimizer that `make` makes, over float32 copies of them.
+
+    The copies go by the names that their parameters have in `model`.
+    """
+
+    def make_masters(parameters):  # looked up here: the module's parameters are replaced when it moves to the device
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        return MasterWeights(parameters, make, names)
+
+    return make_masters
 
 
 class MasterWeights:
@@ -35,7 +45,7 @@ class MasterWeights:
     # GradScaler unscales the gradients itself instead of handing its scale to a fused kernel.
     _step_supports_amp_scaling = False
 
-    def __init__(self, parameters: list, make: Callable[[list], torch.optim.Optimizer]):
+    def __init__(self, parameters: list, make: Callable[[list], torch.optim.Optimizer], names: Mapping[int, str]):
         import torch
 
         self.master_weights = [
@@ -45,7 +55,9 @@ class MasterWeights:
         ]
         masters = {id(parameter): master for parameter, master in self.master_weights}
         self._parameters = parameters
-        self._optimizer = make([masters.get(id(parameter), parameter) for parameter in parameters])
+        self._optimizer = make(
+            [(names[id(parameter)], masters.get(id(parameter), parameter)) for parameter in parameters]
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -118,6 +118,8 @@ TORCHTUNE = Preset(
 )
 
 _LITGPT_FULL = "litgpt 0.5.13 finetune/full.py"
+_LITGPT_PRECISION = "litgpt 0.5.13 utils.py:get_default_supported_precision"
+_FABRIC = "lightning 2.6 fabric/wrappers.py:_FabricModule"
 _LITGPT_LORA = "litgpt 0.5.13 finetune/lora.py"
 
 LITGPT = Preset(
@@ -125,12 +127,12 @@ LITGPT = Preset(
     framework="litgpt 0.5.13",
     fills=(
         _fill("batch_size", 1, "litgpt 0.5.13 args.py:TrainArgs.micro_batch_size"),
-        _fill("weights_dtype", "fp32", "litgpt 0.5.13 utils.py:get_default_supported_precision", quantization=("none", None)),
-        _fill("autocast", "bf16", "litgpt 0.5.13 utils.py:get_default_supported_precision", quantization=("none", None)),
+        _fill("weights_dtype", "fp32", _LITGPT_PRECISION, quantization=("none", None)),
+        _fill("autocast", "bf16", _LITGPT_PRECISION, quantization=("none", None)),
         _fill("weights_dtype", "bf16", "litgpt refuses mixed precision with quantisation", quantization=_QUANTISED),
-        _fill("autocast_region", "forward", "lightning 2.6 fabric/wrappers.py:_FabricModule", autocast=("bf16", "fp16")),
+        _fill("autocast_region", "forward", _FABRIC, autocast=("bf16", "fp16")),
         _fill("optimizer", "adamw", _LITGPT_FULL),
-        _fill("implementation", "foreach", f"{_LITGPT_FULL} (neither fused nor foreach is passed)", optimizer=("adamw",)),
+        _fill("implementation", "foreach", f"{_LITGPT_FULL} (no flag is passed)", optimizer=("adamw",)),
         _fill("loss", "chunked-ce:128", "litgpt 0.5.13 utils.py:chunked_cross_entropy", method=("full",)),
         _fill("loss", "chunked-tokens:128", f"{_LITGPT_LORA} (lm_head_chunk_size)", method=("lora", "qlora")),
         _fill("lora_rank", 8, _LITGPT_LORA, method=("lora", "qlora")),
@@ -143,7 +145,9 @@ LITGPT = Preset(
     notes=("litgpt trains its own model class; that of transformers saves other tensors between layers",),
 )
 
-PRESETS: Mapping[str, Preset] = MappingProxyType({preset.name: preset for preset in (HF_TRAINER, TRL, TORCHTUNE, LITGPT)})
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {preset.name: preset for preset in (HF_TRAINER, TRL, TORCHTUNE, LITGPT)}
+)
 
 
 def filled_in(options: Mapping[str, Option], name: str) -> dict[str, Option]:

@@ -44,6 +44,11 @@ _NOT_USER_CODE = (
 )
 
 
+def _row_of(tensor: torch.Tensor | None) -> int | None:
+    """The row of a tensor's storage, or None for a tensor that is not on the phantom GPU or was never seen."""
+    return tensor.untyped_storage().__dict__.get("row") if type(tensor) is PhantomTensor else None
+
+
 class _StorageRef(weakref.ref):
     """A weak reference that knows which row of the storage columns it watches."""
 
@@ -175,13 +180,14 @@ class Recorder:
         else:
             yield
 
-    def mark(self, tensor: torch.Tensor | None, category: Category, parameter: PhantomTensor) -> None:
-        """Say what the storage of a tensor is for, from its birth on, and which parameter it serves."""
-        if type(tensor) is PhantomTensor:
-            row = tensor.untyped_storage().__dict__.get("row")
-            if row is not None:
-                self._marked.setdefault(row, category)
-                self.graph.owner[row] = self.graph.owner[parameter.untyped_storage().row]
+    def mark(self, tensor: torch.Tensor | None, category: Category, parameter: torch.Tensor | None) -> None:
+        """Say what the storage of a tensor is for, from its birth on, and which parameter it serves (None: no one)."""
+        row = _row_of(tensor)
+        if row is not None:
+            self._marked.setdefault(row, category)
+            served = _row_of(parameter)
+            if served is not None:
+                self.graph.owner[row] = self.graph.owner[served]
 
     def location(self) -> tuple[int, str]:
         """(index of the next operation, module running) for messages."""

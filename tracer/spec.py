@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,15 +40,23 @@ class BatchSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSpec:
-    """The optimizer: its name (see OPTIMIZERS in strategies/optimizer.py) and implementation.
+    """The optimizer: its name (see strategies/optimizers/registry.py, or `package.Class`), and how it works.
 
-    `implementation` is `foreach` (what CUDA picks), `fused`, `for-loop`, or `in-backward`: an optimizer a parameter,
-    stepped as soon as its gradient is there. `master_weights`: it works on float32 copies of weights in 16 bits.
+    `implementation` None is what CUDA picks for that class (`foreach` for most of torch.optim); else `foreach`,
+    `fused`, `for-loop`, `bitsandbytes`, `torchao`, or `in-backward`: an optimizer a parameter, stepped as soon as its
+    gradient is there. `state_dtype` is the dtype of the moments of adam and adamw (`float32`, `bfloat16`, `float16`;
+    None: the parameter's). `arguments` are the class's own (a mapping, kept as sorted pairs): `{"weight_decay": 0.1}`.
+    `master_weights`: it works on float32 copies of weights in 16 bits.
     """
 
     name: str = "adamw"
-    implementation: str = "foreach"
+    implementation: str | None = None
+    state_dtype: str | None = None
+    arguments: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
     master_weights: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "arguments", tuple(sorted(dict(self.arguments).items())))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

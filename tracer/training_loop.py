@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from metapeak.tracer.liveness import Category, Phase
+from metapeak.tracer.optimizer_states import mark_optimizer_states
 from metapeak.tracer.phantom import DEVICE, DEVICE_NAME
 from metapeak.tracer.recorder import Recorder
 
@@ -93,7 +94,7 @@ class TrainingLoop:
                         continue
                     progress(f"iteration {iteration}: optimizer")
                     self._step(recorder, optimizer, scaler)
-                    _mark_states(recorder, optimizer)
+                    mark_optimizer_states(recorder, optimizer)
                     optimizer.zero_grad(set_to_none=True)
             recorder.close()
 
@@ -112,7 +113,7 @@ class TrainingLoop:
             def step(parameter):
                 optimizer = optimizers[id(parameter)]
                 optimizer.step()
-                _mark_states(recorder, optimizer)
+                mark_optimizer_states(recorder, optimizer)
                 optimizer.zero_grad(set_to_none=True)
 
             around.enter_context(_hooks(trainable, step))
@@ -144,12 +145,6 @@ class TrainingLoop:
 
 def _mark_gradient(recorder: Recorder, parameter: torch.Tensor) -> None:
     recorder.mark(parameter.grad, Category.GRADIENT, parameter)
-
-
-def _mark_states(recorder: Recorder, optimizer: torch.optim.Optimizer) -> None:
-    for parameter, state in optimizer.state.items():
-        for tensor in state.values():
-            recorder.mark(tensor, Category.OPTIMIZER_STATE, parameter)
 
 
 def _accumulate(parameter: torch.Tensor) -> None:

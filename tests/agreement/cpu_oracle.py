@@ -62,6 +62,9 @@ def run_on_cpu(model, batch, make_optimizer, iterations=2):
     for tensor in [*model.parameters(), *model.buffers(), *batch.values()]:
         watch.add(tensor)
     optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    for tensor in tree_leaves([list(state.values()) for state in optimizer.state.values()]):
+        if isinstance(tensor, torch.Tensor) and tensor.dim():  # Adagrad's exist before the first step
+            watch.add(tensor)
     collected = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -1,0 +1,18 @@
+"""A kernel that reads a gradient and writes a parameter and its states in place: what fused optimizers run on CUDA."""
+
+from __future__ import annotations
+
+import torch
+
+_library = torch.library.Library("metapeak", "FRAGMENT")
+_library.define("optimizer_update(str kernel, Tensor(a!) parameter, Tensor grad, Tensor(b!)[] states) -> ()")
+
+
+@torch.library.impl(_library, "optimizer_update", "Meta")
+def _updates_nothing(kernel, parameter, grad, states):
+    """No output, no temporary."""
+
+
+def update_in_place(kernel: str, parameter: torch.Tensor, states: list[torch.Tensor]) -> None:
+    """Record the kernel: an operation that allocates nothing. Tensors in managed memory are not among `states`."""
+    torch.ops.metapeak.optimizer_update(kernel, parameter, parameter.grad, states)
