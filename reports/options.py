@@ -11,6 +11,7 @@ from typing import Any
 
 from metapeak.strategies.attention import ATTENTION
 from metapeak.strategies.gradient_checkpointing import parse_policy, strategy_for
+from metapeak.strategies.loss import LOSSES, loss_strategy
 from metapeak.strategies.optimizer import IMPLEMENTATIONS, OPTIMIZERS
 from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.gpus import Gpu, find_gpu, gpu_of_memory
@@ -57,6 +58,18 @@ SETTINGS = (
     Setting(
         name="attention", kind=str, default=None, help="default: as CUDA would choose for the GPU",
         choices=tuple(ATTENTION),
+    ),
+    Setting(
+        name="loss", kind=str, default=None,
+        help="default: the model's own; chunked:N, fused-linear, " + ", ".join(
+            name if family.argument is None else f"{name}:{family.argument.upper()}"
+            for name, family in LOSSES.items() if name not in ("chunked", "fused-linear")
+        ),
+    ),
+    Setting(name="loss_chunk_tokens", kind=int, default=None, help="with loss chunked: tokens a chunk, as litgpt's 128"),
+    Setting(
+        name="keep_outputs", kind=bool, default=False,
+        help="the training loop holds the model's outputs (logits) until the next iteration's",
     ),
     Setting(name="gpu", kind=str, default=None, help="a name from `metapeak gpus`, for the verdict"),
     Setting(name="gpu_memory", kind=str, default=None, help="usable memory instead of a GPU's name, as 24GiB"),
@@ -161,8 +174,9 @@ def step_spec(options: Mapping[str, Option]) -> StepSpec:
 
 def strategies_of(options: Mapping[str, Option]) -> list:
     """The strategies that the options ask for. Raises InputError for a policy that does not exist."""
-    strategy = strategy_for(parse_policy(options["checkpointing"].value))
-    return [strategy] if strategy is not None else []
+    loss = loss_strategy(options["loss"].value, options["loss_chunk_tokens"].value, options["keep_outputs"].value)
+    checkpointing = strategy_for(parse_policy(options["checkpointing"].value))
+    return [strategy for strategy in (loss, checkpointing) if strategy is not None]
 
 
 def memory_of(text: str) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,8 @@ class Strategy(Protocol):
     """A frozen, keyword-only dataclass whose fields are its options.
 
     `check` refuses impossible combinations before the trace (raises InputError with the rule). `prepare` changes the
-    real module on meta before the trace, with the real library. `rewrite` changes the liveness of one rank after the
+    real module on meta before the trace, with the real library; `loss_function` may wrap the function of (model, batch)
+    that computes the loss. `rewrite` changes the liveness of one rank after the
     trace; the graph it came from is there to be read.
     `assumptions` are sentences that every report prints, `remarks` those that the recorded step gives
     rise to. A strategy computes no total and prints nothing.
@@ -31,6 +33,8 @@ class Strategy(Protocol):
     def check(self, model: ResolvedModel, step: StepSpec) -> None: ...
 
     def prepare(self, module: torch.nn.Module) -> None: ...
+
+    def loss_function(self, inner: Callable[..., Any]) -> Callable[..., Any]: ...
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness: ...
 
@@ -50,6 +54,9 @@ class NoOpStrategy:
 
     def prepare(self, module: torch.nn.Module) -> None:
         pass
+
+    def loss_function(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        return inner
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness:
         return liveness

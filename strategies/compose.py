@@ -75,7 +75,7 @@ def simulate(
     for strategy in strategies:
         strategy.prepare(built.module)
     tensors, batch_notes = _batch(built, resolved, step)
-    compute_loss = _loss(built, resolved)
+    compute_loss = _loss(built, resolved, strategies)
     summary = _summary(resolved, built.module)
     seconds["build"] = time.perf_counter() - started
 
@@ -176,16 +176,21 @@ def _batch(built, resolved, step: StepSpec) -> tuple[Any, tuple[str, ...]]:
     return batch.tensors, batch.notes
 
 
-def _loss(built, resolved) -> Callable[..., Any]:
+def _loss(built, resolved, strategies: Sequence[Strategy]) -> Callable[..., Any]:
     """The user's loss function, the model's own, or for a model without one the sum of its features (as batches.py says
-    in its notes).
+    in its notes). Strategies may then decide what of it lives on.
     """
     from metapeak.tracer.batches import sum_of_features
     from metapeak.tracer.capture import default_loss
 
     if built.compute_loss is not None:
-        return built.compute_loss
-    return sum_of_features if resolved.task == "feature-extraction" and built.batch is None else default_loss
+        compute_loss = built.compute_loss
+    else:
+        features = resolved.task == "feature-extraction" and built.batch is None
+        compute_loss = sum_of_features if features else default_loss
+    for strategy in strategies:
+        compute_loss = strategy.loss_function(compute_loss)
+    return compute_loss
 
 
 def _resolved_options(built, tensors, given: Mapping[str, Option]) -> dict[str, Option]:
