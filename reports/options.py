@@ -66,7 +66,7 @@ SETTINGS = (
             for name, family in LOSSES.items() if name not in ("chunked", "fused-linear")
         ),
     ),
-    Setting(name="loss_chunk_tokens", kind=int, default=None, help="with loss chunked: tokens a chunk, as litgpt's 128"),
+    Setting(name="loss_chunk_tokens", kind=int, default=None, help="with loss chunked: tokens a chunk (litgpt: 128)"),
     Setting(
         name="keep_outputs", kind=bool, default=False,
         help="the training loop holds the model's outputs (logits) until the next iteration's",

@@ -130,7 +130,12 @@ def record_training_step(
 
 
 def _train(recorder, model, batch, optimizer, compute_loss, iterations, progress) -> None:
-    """A training loop. As in a script, a loss lives until the next iteration's takes its name."""
+    """A training loop. As in a script, a loss lives until the next iteration's takes its name.
+
+    The graph behind it dies after backward, as in the Hugging Face Trainer (Trainer.training_step returns
+    `loss.detach()`). It matters where the graph holds a leaf that is no parameter: a frozen embedding's output that
+    was made to require a gradient (enable_input_require_grads), and that gradient.
+    """
     for iteration in range(1, iterations + 1):
         with recorder.phase(Phase.FORWARD, iteration):
             progress(f"iteration {iteration}: forward")
@@ -139,6 +144,7 @@ def _train(recorder, model, batch, optimizer, compute_loss, iterations, progress
         with recorder.phase(Phase.BACKWARD, iteration):
             progress(f"iteration {iteration}: backward")
             loss.backward()
+            loss = loss.detach()
         with recorder.phase(Phase.OPTIMIZER, iteration):
             if optimizer is None:
                 model.zero_grad(set_to_none=True)

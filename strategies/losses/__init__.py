@@ -1,1 +1,1 @@
-"""How the loss gets from hidden states to a number: one file per family. They import torch; loss.py imports them late."""
+"""How hidden states become a loss, one file per family. They import torch; loss.py imports them late."""

@@ -12,8 +12,8 @@ on chunks, as the libraries arrange them:
   torchtitan's ChunkedLossWrapper.
 Chunks that do not run backward at once save transients, not the log-probabilities.
 Not modelled: compiled losses (torchtune and torchtitan compile theirs when asked to).
-Sources: torchtune 0.6.1 modules/loss/ce_chunked_output_loss.py, modules/transformer.py (chunked_output) and, on its main
-branch, cross_entropy_loss.py; litgpt 0.5.12 utils.py (chunked_cross_entropy), model.py, finetune/full.py, lora.py;
+Sources: torchtune 0.6.1 modules/loss/ce_chunked_output_loss.py, modules/transformer.py (chunked_output) and, on its
+main branch, cross_entropy_loss.py; litgpt 0.5.12 utils.py (chunked_cross_entropy), model.py, finetune/full.py, lora.py;
 torchtitan 0.3.0 components/loss.py.
 """
 
@@ -61,9 +61,9 @@ def logits_in_chunks(num_chunks: int) -> tuple[Head, LossOfLogits]:
         return cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
 
     def loss_of(logits, labels):
-        labels = shifted(labels)
-        count = (labels != IGNORED).sum()
-        labels = [chunk.reshape(-1) for chunk in labels.chunk(num_chunks, dim=1)]
+        moved = shifted(labels)  # held by the recipe
+        count = (moved != IGNORED).sum()
+        labels = [chunk.reshape(-1) for chunk in moved.chunk(num_chunks, dim=1)]
         logits = [chunk.reshape(-1, chunk.size(-1)) for chunk in logits]
         total = 0.0
         for chunk, chunk_labels in zip(logits, labels):
@@ -128,9 +128,7 @@ def backward_in_chunks(num_chunks: int) -> LossPath:
         return tuple(chunk.contiguous() for chunk in torch.split(tensor, [length // num_chunks] * num_chunks, dim=1))
 
     def of_chunk(logits, labels, count):
-        loss = cross_entropy(
-            logits.flatten(0, 1).float(), labels.flatten(0, 1), reduction="sum", ignore_index=IGNORED
-        )
+        loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1), reduction="sum", ignore_index=IGNORED)
         return loss / count
 
     def path(model, hidden, labels):

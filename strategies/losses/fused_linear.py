@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 
 from metapeak.strategies.losses.kernels import kernel
-from metapeak.strategies.losses.output_head import output_head, shifted
+from metapeak.strategies.losses.output_head import output_head
 
 IGNORED = -100
 # trl 1.16: trainer/utils.py _CHUNKED_LOGPROB_CHUNK_SIZE and kernels/chunked_logprob.py TOKEN_CHUNK_SIZE.
@@ -45,9 +45,10 @@ def _next_power_of_two(number: int) -> int:
 
 def liger(model, hidden, labels):
     """LigerForCausalLMLoss of 0.8.5: labels are shifted, the hidden state is taken as it is."""
-    labels = shifted(labels)
+    padded = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)  # held until there is a loss
+    moved = padded[..., 1:].contiguous()
     head = output_head(model)
-    return _Liger.apply(hidden.view(-1, hidden.size(-1)), head.weight, labels.view(-1), head.bias), None
+    return _Liger.apply(hidden.view(-1, hidden.size(-1)), head.weight, moved.view(-1), head.bias), None
 
 
 class _Liger(torch.autograd.Function):
