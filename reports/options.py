@@ -13,6 +13,7 @@ from metapeak.strategies.attention import ATTENTION
 from metapeak.strategies.base import Strategy
 from metapeak.strategies.gradient_checkpointing import parse_policy, strategy_for
 from metapeak.strategies.lora import ADAPTER_DTYPES, BIASES, parse_targets
+from metapeak.strategies.loss import LOSSES, loss_strategy
 from metapeak.strategies.methods import METHODS, method_strategies
 from metapeak.strategies.optimizers import IMPLEMENTATIONS, parse_arguments
 from metapeak.strategies.precision import AUTOCAST_REGIONS, PRECISIONS
@@ -118,7 +119,6 @@ SETTINGS = (
         help="accumulate 16-bit gradients in buffers of this dtype; needs master_weights",
     ),
     Setting(name="max_grad_norm", kind=float, default=None, help="clip the norm of all gradients"),
-    Setting(name="keep_outputs", kind=bool, default=False, help="the script keeps all that the model returned"),
     Setting(name="master_weights", kind=bool, default=False, help="the optimizer works on fp32 copies of the weights"),
     Setting(
         name="optimizer", kind=str, default="adamw",
@@ -143,6 +143,18 @@ SETTINGS = (
     Setting(
         name="attention", kind=str, default=None, help="default: as CUDA would choose for the GPU",
         choices=tuple(ATTENTION),
+    ),
+    Setting(
+        name="loss", kind=str, default=None,
+        help="default: the model's own; chunked:N, fused-linear, " + ", ".join(
+            name if family.argument is None else f"{name}:{family.argument.upper()}"
+            for name, family in LOSSES.items() if name not in ("chunked", "fused-linear")
+        ),
+    ),
+    Setting(name="loss_chunk_tokens", kind=int, default=None, help="with loss chunked: tokens a chunk (litgpt: 128)"),
+    Setting(
+        name="keep_outputs", kind=bool, default=False,
+        help="the training loop holds the model's outputs (logits) until the next iteration's",
     ),
     Setting(name="gpu", kind=str, default=None, help="a name from `metapeak gpus`, for the verdict"),
     Setting(name="gpu_memory", kind=str, default=None, help="usable memory instead of a GPU's name, as 24GiB"),
@@ -272,7 +284,7 @@ def model_spec(reference: str, options: Mapping[str, Option]) -> ModelSpec:
 
 def step_spec(options: Mapping[str, Option]) -> StepSpec:
     names = ("batch_size", "seq_len", "target_len", "image_size", "num_images", "attention", "autocast_region")
-    names += ("grad_accum", "max_grad_norm", "keep_outputs")
+    names += ("grad_accum", "max_grad_norm")
     dtypes = {name: DTYPES.get(options[name].value) for name in ("autocast", "grad_accum_dtype")}
     return StepSpec(
         **{name: options[name].value for name in names},
@@ -302,7 +314,12 @@ def strategies_of(options: Mapping[str, Option]) -> list[Strategy]:
 
 def model_strategies(options: Mapping[str, Option]) -> list[Strategy]:
     """The strategies that change what is traced, without the checkpointing policy. Raises InputError."""
-    return method_strategies({name: option.value for name, option in options.items()})
+    loss = loss_strategy(options["loss"].value, options["loss_chunk_tokens"].value, options["keep_outputs"].value)
+    # The loss path changes the model that adapters then wrap.
+    return [
+        *([loss] if loss is not None else []),
+        *method_strategies({name: option.value for name, option in options.items()}),
+    ]
 
 
 def memory_of(text: str) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +23,8 @@ class Strategy(Protocol):
 
     `check` refuses impossible combinations before the trace (raises InputError with the rule). `prepare` changes the
     real module on meta before the trace, with the real library, and returns the module to train: the same one, or a
-    wrapper around it as a script would hold. `rewrite` changes the liveness of one rank after the trace; the graph it
+    wrapper around it as a script would hold; `loss_function` may wrap the function of (model, batch) that computes the
+    loss. `rewrite` changes the liveness of one rank after the trace; the graph it
     came from is there to be read.
     `assumptions` are sentences that every report prints, `notes` those that the prepared module gives rise to,
     `remarks` those of the recorded step. `resolved` are options whose value only the prepared module shows; what the
@@ -42,6 +44,8 @@ class Strategy(Protocol):
     def resolved(self, module: torch.nn.Module) -> Mapping[str, Option]: ...
 
     def notes(self, module: torch.nn.Module) -> tuple[str, ...]: ...
+
+    def loss_function(self, inner: Callable[..., Any]) -> Callable[..., Any]: ...
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness: ...
 
@@ -68,6 +72,9 @@ class NoOpStrategy:
 
     def notes(self, module: torch.nn.Module) -> tuple[str, ...]:
         return ()
+
+    def loss_function(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        return inner
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness:
         return liveness

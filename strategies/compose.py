@@ -79,7 +79,7 @@ def simulate(
         built = build(resolved, dtype=spec.dtype, attention=implementation)
     check_attention_dtype(step.attention, built.dtype)
     tensors, batch_notes = _batch(built, resolved, step)
-    compute_loss, own_loss = _loss(built, resolved), built.compute_loss is not None
+    compute_loss, own_loss = _loss(built, resolved, strategies), built.compute_loss is not None
     # Strategies change the real module before anything is recorded, in the order in which they were given. What they
     # return may be a wrapper around it; the batch is made for the model itself.
     module = built.module
@@ -194,16 +194,21 @@ def _batch(built, resolved, step: StepSpec) -> tuple[Any, tuple[str, ...]]:
     return batch.tensors, batch.notes
 
 
-def _loss(built, resolved) -> Callable[..., Any]:
+def _loss(built, resolved, strategies: Sequence[Strategy]) -> Callable[..., Any]:
     """The user's loss function, the model's own, or for a model without one the sum of its features (as batches.py says
-    in its notes).
+    in its notes). Strategies may then decide what of it lives on.
     """
     from metapeak.tracer.batches import sum_of_features
     from metapeak.tracer.capture import default_loss
 
     if built.compute_loss is not None:
-        return built.compute_loss
-    return sum_of_features if resolved.task == "feature-extraction" and built.batch is None else default_loss
+        compute_loss = built.compute_loss
+    else:
+        features = resolved.task == "feature-extraction" and built.batch is None
+        compute_loss = sum_of_features if features else default_loss
+    for strategy in strategies:
+        compute_loss = strategy.loss_function(compute_loss)
+    return compute_loss
 
 
 def _strategy_options(strategies, module, given: Mapping[str, Option]) -> dict[str, Option]:

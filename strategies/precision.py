@@ -112,7 +112,6 @@ def training_loop(step: StepSpec, module: torch.nn.Module, *, own_loss: bool) ->
         grad_accum=step.grad_accum,
         accumulate_in_float32=step.grad_accum_dtype == "float32",
         optimizer_in_backward=step.optimizer.implementation == "in-backward",
-        keep_outputs=step.keep_outputs,
     )
 
 

@@ -62,10 +62,18 @@ def default_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     A batch that is a tuple or a tensor is passed by position; a model may return the loss itself, a scalar.
     Raises InputError when there is no loss to be found.
     """
+    return loss_of(model, run_model(model, batch))
+
+
+def run_model(model: torch.nn.Module, batch: Any) -> Any:
+    """What the model returns for the batch: a mapping by name, a tuple or a tensor by position."""
     if isinstance(batch, Mapping):
-        output = model(**batch)
-    else:
-        output = model(*batch) if isinstance(batch, (list, tuple)) else model(batch)
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (list, tuple)) else model(batch)
+
+
+def loss_of(model: torch.nn.Module, output: Any) -> torch.Tensor:
+    """The loss in what a model returned. Raises InputError when there is none."""
     loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     if loss is None and isinstance(output, (Mapping, list, tuple)) and len(output):
         loss = output.get("loss") if isinstance(output, Mapping) else output[0]

@@ -70,8 +70,7 @@ class StepSpec(BatchSpec):
     `autocast` is the dtype of an autocast region (`bfloat16`, `float16`; fp16 brings loss scaling), `autocast_region`
     where it ends (`forward`, `loss`; None: after the model's forward, or with the loss that a function of yours gave).
     `grad_accum` micro-batches a step; `grad_accum_dtype` `float32` adds 16-bit gradients up in float32 buffers.
-    `max_grad_norm` clips the norm of all gradients. `keep_outputs`: the script's variable holds all that the model
-    returned. See tracer/training_loop.py.
+    `max_grad_norm` clips the norm of all gradients. See tracer/training_loop.py.
     """
 
     optimizer: OptimizerSpec = OptimizerSpec()
@@ -82,4 +81,3 @@ class StepSpec(BatchSpec):
     grad_accum: int = 1
     grad_accum_dtype: str | None = None
     max_grad_norm: float | None = None
-    keep_outputs: bool = False

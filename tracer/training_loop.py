@@ -45,8 +45,7 @@ class TrainingLoop:
 
     `autocast` is the region's dtype, `autocast_region` where it ends: Note [Where autocast ends]. `grad_scaler`: loss
     scaling. `max_grad_norm`: clipping of the norm of all gradients. `grad_accum`, `accumulate_in_float32`: Note
-    [Gradient accumulation]. `optimizer_in_backward`: Note [Optimizer in backward]. `keep_outputs`: the script's
-    variable holds all that the model returned, until the next forward has returned.
+    [Gradient accumulation]. `optimizer_in_backward`: Note [Optimizer in backward].
     """
 
     autocast: torch.dtype | None = None
@@ -56,7 +55,6 @@ class TrainingLoop:
     grad_accum: int = 1
     accumulate_in_float32: bool = False
     optimizer_in_backward: bool = False
-    keep_outputs: bool = False
 
     def run(
         self,
@@ -68,15 +66,18 @@ class TrainingLoop:
         iterations: int,
         progress: Callable[[str], None],
     ) -> None:
-        """Train, inside `recorder.recording()`. As in a script, a loss lives until the next one takes its name."""
+        """Train, inside `recorder.recording()`. As in a script, a loss lives until the next one takes its name.
+
+        The graph behind it dies after backward, as in the Hugging Face Trainer (Trainer.training_step returns
+        `loss.detach()`). It matters where the graph holds a leaf that is no parameter: a frozen embedding's output that
+        was made to require a gradient (enable_input_require_grads), and that gradient.
+        """
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with contextlib.ExitStack() as around:
             around.enter_context(_hooks(trainable, lambda parameter: _mark_gradient(recorder, parameter)))
             optimizer = self._optimizer(recorder, trainable, make_optimizer, around)
             scaler = torch.amp.GradScaler(DEVICE_NAME, enabled=self.grad_scaler)
             around.enter_context(_noting_outputs(recorder, model))
-            if self.keep_outputs:
-                around.enter_context(_keeping_outputs(model))
             if self.autocast is not None and self.autocast_region == "forward":
                 around.enter_context(_autocast_forward(model, self.autocast))
             for iteration in range(1, iterations + 1):
@@ -88,6 +89,7 @@ class TrainingLoop:
                     with recorder.phase(Phase.BACKWARD, iteration):
                         progress(f"iteration {iteration}: backward")
                         scaler.scale(loss / self.grad_accum if self.grad_accum > 1 else loss).backward()
+                        loss = loss.detach()
                 with recorder.phase(Phase.OPTIMIZER, iteration):
                     if optimizer is None:
                         model.zero_grad(set_to_none=True)
@@ -161,20 +163,6 @@ def _hooks(parameters: Iterable[torch.Tensor], hook: Callable[[torch.Tensor], No
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextlib.contextmanager
-def _keeping_outputs(model: torch.nn.Module) -> Iterator[None]:
-    kept = []
-
-    def keep(module, args, output):
-        kept[:] = [output]
-
-    handle = model.register_forward_hook(keep)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @contextlib.contextmanager
