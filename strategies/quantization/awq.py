@@ -28,7 +28,7 @@ class AwqLinear(QuantizedLayer, nn.Module):
         self.in_features, self.out_features, self.bits = in_features, out_features, bits
         self.group_size = group_size if group_size != -1 else in_features
         groups, packed = in_features // self.group_size, out_features // (32 // bits)
-        # GPTQModel brings scales and bias into the dtype of the first input; the checkpoint's float16 has as many bytes.
+        # GPTQModel casts scales and bias to the dtype of the first input; either has 16 bits.
         dtype = source.weight.dtype if source.weight.dtype == torch.bfloat16 else torch.float16
         hold(self, "qweight", (in_features, packed), torch.int32)
         hold(self, "qzeros", (groups, packed), torch.int32)
