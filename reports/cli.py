@@ -94,7 +94,14 @@ class Checkpointing:
     def run(self, arguments: argparse.Namespace) -> int:
         from metapeak.reports.checkpointing import print_study, study_record
         from metapeak.reports.files import check_writable, write_whole
-        from metapeak.reports.options import gpu_of, memory_of, model_spec, resolve_options, step_spec
+        from metapeak.reports.options import (
+            gpu_of,
+            memory_of,
+            model_spec,
+            model_strategies,
+            resolve_options,
+            step_spec,
+        )
         from metapeak.reports.progress import Progress
         from metapeak.strategies.checkpoint_study import study_checkpointing, verify
         from metapeak.strategies.gradient_checkpointing import Nothing, parse_policy
@@ -112,11 +119,13 @@ class Checkpointing:
             if path not in (None, "-")
         }
         model, step = model_spec(arguments.model, options), step_spec(options)
+        strategies = model_strategies(options)
         with Progress() as progress:
             study = study_checkpointing(
                 model,
                 step,
                 [] if isinstance(asked, Nothing) else [asked],
+                strategies=strategies,
                 budget_bytes=budget,
                 gpu=gpu,
                 options=options,
@@ -125,7 +134,8 @@ class Checkpointing:
             verified = None
             if arguments.verify:
                 verified = {
-                    result.policy: verify(result, model, step, gpu=gpu, progress=progress) for result in study.policies
+                    result.policy: verify(result, model, step, strategies=strategies, gpu=gpu, progress=progress)
+                    for result in study.policies
                 }
         if arguments.json is None:
             print_study(study, make_console(), verified)

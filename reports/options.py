@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from metapeak.strategies.attention import ATTENTION
+from metapeak.strategies.base import Strategy
 from metapeak.strategies.gradient_checkpointing import parse_policy, strategy_for
+from metapeak.strategies.lora import ADAPTER_DTYPES, BIASES, parse_targets
+from metapeak.strategies.methods import METHODS, method_strategies
 from metapeak.strategies.optimizer import IMPLEMENTATIONS, OPTIMIZERS
 from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.gpus import Gpu, find_gpu, gpu_of_memory
@@ -22,17 +25,41 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """An option: its name in every place, its type, default and help. `choices` are the known names, if closed."""
+    """An option: its name in every place, its type, default and help. `choices` are the known names, if closed.
+
+    `parse` makes the value of a text or a list of texts (a text alone on the command line).
+    """
 
     name: str
     kind: type
     default: Any
     help: str
     choices: tuple[str, ...] = ()
+    parse: Callable[[str], Any] | None = None
 
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    """Names separated by commas."""
+    return tuple(name for name in text.split(",") if name)
+
+
+def numbers_of(text: str) -> tuple[int, ...]:
+    """Numbers and ranges separated by commas, as 0-3,7. Raises InputError.
+
+    >>> numbers_of("0-3,7")
+    (0, 1, 2, 3, 7)
+    """
+    numbers: list[int] = []
+    for part in names_of(text):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise InputError(f"'{text}' is no list of numbers such as 0-3,7.")
+        numbers += range(int(first), int(last or first) + 1)
+    return tuple(numbers)
 
 
 SETTINGS = (
@@ -42,6 +69,34 @@ SETTINGS = (
     Setting(name="target_len", kind=int, default=None, help="decoder tokens a sample, for seq2seq; default: seq_len"),
     Setting(name="image_size", kind=int, default=None, help="pixels a side; default: the config's"),
     Setting(name="num_images", kind=int, default=1, help="images a sample, for image-text models"),
+    Setting(name="method", kind=str, default="full", help="what is trained; default full", choices=METHODS),
+    Setting(name="lora_rank", kind=int, default=None, help="rank of the adapters; default 16"),
+    Setting(name="lora_alpha", kind=float, default=None, help="their scale, alpha / rank; default 8, as PEFT's"),
+    Setting(
+        name="lora_targets", kind=str, default=None, parse=parse_targets,
+        help="layers that get adapters: names, all-linear or a regular expression; default: PEFT's for the model",
+    ),
+    Setting(name="lora_exclude", kind=str, default=None, parse=parse_targets, help="layers that get none"),
+    Setting(name="lora_layers", kind=str, default=None, parse=numbers_of, help="numbers of the blocks, as 0-3,7"),
+    Setting(
+        name="lora_target_parameters", kind=str, default=None, parse=names_of,
+        help="parameters that are no layer's weight (fused experts)",
+    ),
+    Setting(name="lora_dropout", kind=float, default=None, help="dropout before the adapters; default 0"),
+    Setting(name="lora_dora", kind=bool, default=None, help="weight-decomposed adapters"),
+    Setting(name="lora_rslora", kind=bool, default=None, help="rank-stabilised scale, alpha / sqrt(rank)"),
+    Setting(
+        name="lora_modules_to_save", kind=str, default=None, parse=names_of,
+        help="modules that are trained whole, beside the adapters",
+    ),
+    Setting(name="lora_bias", kind=str, default=None, help="biases that are trained; default none", choices=BIASES),
+    Setting(
+        name="adapter_dtype", kind=str, default=None, help="default fp32, as PEFT casts", choices=tuple(ADAPTER_DTYPES)
+    ),
+    Setting(
+        name="trainable", kind=str, default=None, parse=names_of,
+        help="modules or parameters that method frozen-base trains; patterns may have *",
+    ),
     Setting(name="weights_dtype", kind=str, default=None, help="default: the config's", choices=tuple(DTYPES)),
     Setting(name="optimizer", kind=str, default="adamw", help="default adamw", choices=tuple(OPTIMIZERS)),
     Setting(
@@ -73,7 +128,7 @@ def add_to_parser(parser: argparse.ArgumentParser) -> None:
             group.add_argument(setting.flag, action="store_true", default=None, help=setting.help)
             continue
         text = setting.help + (f" ({', '.join(setting.choices)})" if setting.choices else "")
-        metavar = {int: "N", str: "NAME"}[setting.kind]
+        metavar = "NAME[,NAME]" if setting.parse else {int: "N", float: "X", str: "NAME"}[setting.kind]
         group.add_argument(setting.flag, type=setting.kind, default=None, metavar=metavar, help=text)
     group.add_argument("--precision", default=None, metavar="NAME", help="fp32, bf16 or fp16: sets weights_dtype")
     group.add_argument("--config", default=None, metavar="FILE", help="a YAML or JSON file of the same names")
@@ -94,7 +149,8 @@ def resolve_options(arguments: argparse.Namespace) -> dict[str, Option]:
     for setting in SETTINGS:
         given = getattr(arguments, setting.name)
         if given is not None:
-            options[setting.name] = Option(value=given, origin="command line")
+            value = setting.parse(given) if setting.parse else given
+            options[setting.name] = Option(value=value, origin="command line")
     for name, option in options.items():
         _check(_BY_NAME[name], option)
     return options
@@ -111,15 +167,34 @@ def _from_file(path: str) -> dict[str, Option]:
     values, lines = _read_mapping(path)
     options = {}
     for key, value in values.items():
-        name = str(key).replace("-", "_")
-        if name not in _BY_NAME:
-            raise UnknownName("option", str(key), _BY_NAME, f"In {path}.")
-        kind = _BY_NAME[name].kind
-        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
-            raise InputError(f"{path}: {key} is {value!r}, but has to be of type {kind.__name__}.")
         line = f":{lines[key]}" if key in lines else ""
-        options[name] = Option(value=value, origin=f"{path}{line}")
+        for name, item in _flat(str(key).replace("-", "_"), value):
+            if name not in _BY_NAME:
+                raise UnknownName("option", name if isinstance(value, Mapping) else str(key), _BY_NAME, f"In {path}.")
+            options[name] = Option(value=_typed(_BY_NAME[name], item, path), origin=f"{path}{line}")
     return options
+
+
+def _flat(name: str, value: Any) -> list[tuple[str, Any]]:
+    """The options of one key: `lora: {rank: 8}` is lora_rank, for every name that has options below it."""
+    if not isinstance(value, Mapping):
+        return [(name, value)]
+    inner = [(str(key).replace("-", "_"), item) for key, item in value.items()]
+    return [(f"{name}_{key}" if f"{name}_{key}" in _BY_NAME or key not in _BY_NAME else key, item) for key, item in inner]
+
+
+def _typed(setting: Setting, value: Any, path: str) -> Any:
+    """The value of a file as the setting wants it. Raises InputError."""
+    kind = setting.kind
+    if value is None:
+        return None
+    if setting.parse is not None and isinstance(value, (list, int)) and not isinstance(value, bool):
+        value = ",".join(str(item) for item in (value if isinstance(value, list) else [value]))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise InputError(f"{path}: {setting.name} is {value!r}, but has to be of type {kind.__name__}.")
+    return setting.parse(value) if setting.parse is not None else value
 
 
 def _read_mapping(path: str) -> tuple[Mapping[str, Any], dict[str, int]]:
@@ -159,10 +234,16 @@ def step_spec(options: Mapping[str, Option]) -> StepSpec:
     )
 
 
-def strategies_of(options: Mapping[str, Option]) -> list:
-    """The strategies that the options ask for. Raises InputError for a policy that does not exist."""
+def strategies_of(options: Mapping[str, Option]) -> list[Strategy]:
+    """The strategies that the options ask for, in order. Raises InputError for a policy that does not exist."""
     strategy = strategy_for(parse_policy(options["checkpointing"].value))
-    return [strategy] if strategy is not None else []
+    # Adapters first: a trainer switches checkpointing on for the model that it trains.
+    return [*model_strategies(options), *([strategy] if strategy is not None else [])]
+
+
+def model_strategies(options: Mapping[str, Option]) -> list[Strategy]:
+    """The strategies that change what is traced, without the checkpointing policy. Raises InputError."""
+    return method_strategies({name: option.value for name, option in options.items()})
 
 
 def memory_of(text: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -11,7 +11,7 @@ from rich.text import Text
 from metapeak.reports.data import CATEGORY_NAMES, module_rows
 from metapeak.reports.sizes import count, gib, size
 from metapeak.tracer.liveness import Category
-from metapeak.tracer.simulation import RankResult, Simulation, Verdict
+from metapeak.tracer.simulation import Option, RankResult, Simulation, Verdict
 
 _STYLES = {Verdict.FITS: "bold green", Verdict.BORDERLINE: "bold yellow", Verdict.DOES_NOT_FIT: "bold red"}
 _LABELS = {Verdict.FITS: "Fits", Verdict.BORDERLINE: "Borderline on", Verdict.DOES_NOT_FIT: "Does not fit"}
@@ -45,6 +45,8 @@ def print_summary(simulation: Simulation, console: Console) -> None:
 
 def print_head(simulation: Simulation, rank: RankResult, console: Console) -> None:
     model, how = simulation.model, simulation.how
+    trainable = f", {model.trainable_parameters:,} of them trained"
+    trained = trainable if model.trainable_parameters != model.parameters else ""
     ours = sum(seconds for stage, seconds in how.seconds.items() if stage != "import")
     console.print(
         Text.assemble(
@@ -54,16 +56,17 @@ def print_head(simulation: Simulation, rank: RankResult, console: Console) -> No
         )
     )
     console.print(
-        Text(f"{model.architecture}, {count(model.parameters)} parameters ({model.parameters:,}), from {model.source}")
+        Text(
+            f"{model.architecture}, {count(model.parameters)} parameters ({model.parameters:,}{trained}), "
+            f"from {model.source}"
+        )
     )
 
 
 def describe_step(simulation: Simulation, rank: RankResult) -> str:
     """One line: what is trained, in which precision, with which optimizer, on which batch."""
     options = {name: option.value for name, option in simulation.options.items()}
-    model = simulation.model
-    trained = "full fine-tune" if model.trainable_parameters == model.parameters else "partly frozen"
-    parts = [trained, str(options.get("weights_dtype", ""))]
+    parts = [describe_method(simulation), str(options.get("weights_dtype", ""))]
     parts.append(f"{options.get('optimizer', 'adamw')} {options.get('implementation', 'foreach')}")
     lengths = [options.get(name) for name in ("seq_len", "target_len") if options.get(name)]
     batch = f"batch {options.get('batch_size', 1)}"
@@ -78,6 +81,28 @@ def describe_step(simulation: Simulation, rank: RankResult) -> str:
     parts.append("no checkpointing" if policy == "none" else f"checkpointing {policy}")
     parts.append(attention_kernels(rank) or f"{options.get('attention') or 'no'} attention")
     return ", ".join(part for part in parts if part)
+
+
+def describe_method(simulation: Simulation) -> str:
+    """What is trained: LoRA r16 on q_proj, v_proj (PEFT's default for llama)."""
+    options, model = simulation.options, simulation.model
+    method = options["method"].value if "method" in options else None
+    if method == "lora":
+        return _describe_lora(options)
+    if method == "frozen-base":
+        return f"frozen base, {', '.join(options['trainable'].value)} trained"
+    return "full fine-tune" if model.trainable_parameters == model.parameters else "partly frozen"
+
+
+def _describe_lora(options: Mapping[str, Option]) -> str:
+    kinds = [name for name, option in (("DoRA", "lora_dora"), ("rsLoRA", "lora_rslora")) if options[option].value]
+    targets = options["lora_targets"]
+    parameters = options["lora_target_parameters"].value if "lora_target_parameters" in options else ()
+    names = [targets.value] if isinstance(targets.value, str) else [*(targets.value or ()), *(parameters or ())]
+    default = f" ({targets.origin})" if targets.origin.startswith("PEFT") else ""
+    text = f"{' '.join(kinds) or 'LoRA'} r{options['lora_rank'].value} on {', '.join(names)}{default}"
+    saved = options["lora_modules_to_save"].value
+    return text + (f" with {', '.join(saved)} trained whole" if saved else "")
 
 
 def attention_kernels(rank: RankResult) -> str:

@@ -5,6 +5,7 @@ from metapeak.strategies import simulate
 
 from metapeak.strategies.base import Strategy
 from metapeak.strategies.compose import simulate
+from metapeak.strategies.frozen_base import FrozenBase
 from metapeak.strategies.gradient_checkpointing import (
     CheckpointEveryBlock,
     CheckpointModules,
@@ -12,11 +13,14 @@ from metapeak.strategies.gradient_checkpointing import (
     apply_checkpoint_plan,
     parse_policy,
 )
+from metapeak.strategies.lora import LoRA
 
 __all__ = [
     "CheckpointEveryBlock",
     "CheckpointModules",
+    "FrozenBase",
     "GradientCheckpointing",
+    "LoRA",
     "Strategy",
     "apply_checkpoint_plan",
     "parse_policy",

@@ -1,15 +1,18 @@
-"""What a strategy is: one technique, with three doors and a list of what it assumes."""
+"""What a strategy is: one technique, with its doors and a list of what it assumes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from metapeak.tracer.graph import StepGraph
     from metapeak.tracer.liveness import Liveness
     from metapeak.tracer.models import ResolvedModel
+    from metapeak.tracer.simulation import Option
     from metapeak.tracer.spec import StepSpec
 
 
@@ -18,19 +21,27 @@ class Strategy(Protocol):
     """A frozen, keyword-only dataclass whose fields are its options.
 
     `check` refuses impossible combinations before the trace (raises InputError with the rule). `prepare` changes the
-    real module on meta before the trace, with the real library. `rewrite` changes the liveness of one rank after the
-    trace; the graph it came from is there to be read.
-    `assumptions` are sentences that every report prints, `remarks` those that the recorded step gives
-    rise to. A strategy computes no total and prints nothing.
+    real module on meta before the trace, with the real library, and returns the module to train: the same one, or a
+    wrapper around it as a script would hold. `rewrite` changes the liveness of one rank after the trace; the graph it
+    came from is there to be read.
+    `assumptions` are sentences that every report prints, `notes` those that the prepared module gives rise to,
+    `remarks` those of the recorded step. `resolved` are options whose value only the prepared module shows; what the
+    user gave wins over them. A strategy computes no total and prints nothing.
     """
 
     name: str
     # Whether `rewrite` wants a graph recorded with `decouple_saves` (see tracer/saved_tensors.py).
     needs_saves: bool
+    # Packages that the strategy takes seconds to import; simulate does so where it imports torch.
+    imports: tuple[str, ...]
 
     def check(self, model: ResolvedModel, step: StepSpec) -> None: ...
 
-    def prepare(self, module: torch.nn.Module) -> None: ...
+    def prepare(self, module: torch.nn.Module) -> torch.nn.Module: ...
+
+    def resolved(self, module: torch.nn.Module) -> Mapping[str, Option]: ...
+
+    def notes(self, module: torch.nn.Module) -> tuple[str, ...]: ...
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness: ...
 
@@ -44,12 +55,19 @@ class NoOpStrategy:
 
     name = "none"
     needs_saves = False
+    imports: tuple[str, ...] = ()
 
     def check(self, model: ResolvedModel, step: StepSpec) -> None:
         pass
 
-    def prepare(self, module: torch.nn.Module) -> None:
-        pass
+    def prepare(self, module: torch.nn.Module) -> torch.nn.Module:
+        return module
+
+    def resolved(self, module: torch.nn.Module) -> Mapping[str, Option]:
+        return {}
+
+    def notes(self, module: torch.nn.Module) -> tuple[str, ...]:
+        return ()
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness:
         return liveness

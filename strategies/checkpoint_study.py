@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from metapeak.strategies.base import Strategy
 from metapeak.strategies.checkpoint_planner import least_peak, least_recompute
 from metapeak.strategies.checkpoint_table import CheckpointTable, checkpoint_table
 from metapeak.strategies.compose import compute_capability_of, simulate
@@ -108,6 +109,7 @@ def study_checkpointing(
     step: StepSpec | None = None,
     policies: Sequence[Policy] = (),
     *,
+    strategies: Sequence[Strategy] = (),
     budget_bytes: int | None = None,
     gpu: Gpu | None = None,
     options=None,
@@ -116,11 +118,11 @@ def study_checkpointing(
     """Compare policies (none, full, every second and fourth block, torchtitan's selective one, offload, and `policies`)
     on one traced step.
 
-    `budget_bytes`, or else the GPU's usable memory less a CUDA context, asks for the plan. Raises InputError when no
+    `strategies` come before the checkpoints: LoRA, say. `budget_bytes`, or else the GPU's usable memory less a CUDA context, asks for the plan. Raises InputError when no
     plan stays under the budget, with the least peak that one can reach and what holds it; and what `simulate` raises.
     """
     strategy = GradientCheckpointing(policy=Nothing())
-    simulation = simulate(model, step, [strategy], gpu=gpu, options=options, progress=progress)
+    simulation = simulate(model, step, [*strategies, strategy], gpu=gpu, options=options, progress=progress)
     progress("comparing policies")
     judge = _Judge(simulation.graph, compute_capability_of(gpu))
     compared = [Nothing(), EveryBlock(), EveryNth(2), EveryNth(4), SelectiveTorchtitan(), Offload(), *policies]
@@ -267,12 +269,14 @@ def verify(
     model: str | ModelSpec,
     step: StepSpec | None = None,
     *,
+    strategies: Sequence[Strategy] = (),
     gpu: Gpu | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> RankResult:
     """The policy with the real torch.utils.checkpoint around its modules, traced anew: the oracle of the rewrite."""
     progress(f"verifying {result.policy}")
-    return simulate(model, step, [CheckpointModules(plan=result.plan)], gpu=gpu, progress=progress).worst
+    applied = [*strategies, CheckpointModules(plan=result.plan)]
+    return simulate(model, step, applied, gpu=gpu, progress=progress).worst
 
 
 def saved_bytes(liveness: Liveness) -> int:

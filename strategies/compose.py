@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -54,6 +55,9 @@ def simulate(
     import torch
     import transformers
 
+    for package in dict.fromkeys(name for strategy in strategies for name in strategy.imports):
+        importlib.import_module(package)
+
     from metapeak.tracer.attention import attention_choice
     from metapeak.tracer.capture import record_training_step
     from metapeak.tracer.flash_attention import flash_attention_2_available
@@ -71,18 +75,22 @@ def simulate(
     with flash_attention_2_available():
         built = build(resolved, dtype=spec.dtype, attention=implementation)
     check_attention_dtype(step.attention, built.dtype)
-    # Strategies change the real module before anything is recorded, in the order in which they were given.
-    for strategy in strategies:
-        strategy.prepare(built.module)
     tensors, batch_notes = _batch(built, resolved, step)
     compute_loss = _loss(built, resolved)
-    summary = _summary(resolved, built.module)
+    # Strategies change the real module before anything is recorded, in the order in which they were given. What they
+    # return may be a wrapper around it; the batch is made for the model itself.
+    module = built.module
+    for strategy in strategies:
+        module = strategy.prepare(module)
+    summary = _summary(resolved, built.module, module)
+    given = _strategy_options(strategies, module, options or {})
+    notes = [strategy.notes(module) for strategy in strategies]
     seconds["build"] = time.perf_counter() - started
 
     started = time.perf_counter()
     with attention_choice(choice), flash_attention_2_available():
         graph, answered = record_training_step(
-            built.module,
+            module,
             tensors,
             optimizer_maker(step.optimizer),
             compute_loss=compute_loss,
@@ -103,13 +111,13 @@ def simulate(
     seconds["liveness"] = time.perf_counter() - started
 
     assumptions = [*resolved.notes, *built.notes, *batch_notes, *answered]
-    for strategy in strategies:
-        assumptions += [*strategy.assumptions(), *strategy.remarks(graph)]
+    for strategy, said in zip(strategies, notes):
+        assumptions += [*strategy.assumptions(), *said, *strategy.remarks(graph)]
     if gpu is None or gpu.compute_capability is None:
         assumptions.append("kernels and cuBLAS workspaces as on an NVIDIA GPU of compute capability 8.0 (no GPU named)")
     return Simulation(
         model=summary,
-        options={**(options or {}), **_resolved_options(built, tensors, options or {})},
+        options={**given, **_resolved_options(built, tensors, given)},
         how=How(
             torch=torch.__version__,
             transformers=transformers.__version__,
@@ -147,12 +155,13 @@ def compute_capability_of(gpu: Gpu | None) -> tuple[int, int]:
     return gpu.compute_capability if gpu and gpu.compute_capability else DEFAULT_COMPUTE_CAPABILITY
 
 
-def _summary(resolved, module) -> ModelSummary:
+def _summary(resolved, model, module) -> ModelSummary:
+    """The class of the model itself, and the counts of what is trained, adapters included."""
     parameters = list({id(parameter): parameter for parameter in module.parameters()}.values())
     return ModelSummary(
         id=resolved.id,
         source=resolved.source,
-        architecture=type(module).__name__,
+        architecture=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in parameters),
         trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
@@ -186,6 +195,16 @@ def _loss(built, resolved) -> Callable[..., Any]:
     if built.compute_loss is not None:
         return built.compute_loss
     return sum_of_features if resolved.task == "feature-extraction" and built.batch is None else default_loss
+
+
+def _strategy_options(strategies, module, given: Mapping[str, Option]) -> dict[str, Option]:
+    """The given options, and values that strategies resolve where none was given."""
+    options = dict(given)
+    for strategy in strategies:
+        for name, option in strategy.resolved(module).items():
+            if name not in options or options[name].value is None:
+                options[name] = option
+    return options
 
 
 def _resolved_options(built, tensors, given: Mapping[str, Option]) -> dict[str, Option]:

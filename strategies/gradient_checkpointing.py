@@ -446,6 +446,13 @@ class GradientCheckpointing(NoOpStrategy):
     needs_saves = True
     policy: Policy = field(default_factory=EveryBlock)
 
+    def prepare(self, module: torch.nn.Module) -> torch.nn.Module:
+        let_gradients_reach_the_blocks(module)
+        return module
+
+    def notes(self, module: torch.nn.Module) -> tuple[str, ...]:
+        return (INPUT_GRADIENTS,) if _is_partly_frozen(module) else ()
+
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness:
         return policy_liveness(self.policy, graph)[0]
 
@@ -460,8 +467,10 @@ class CheckpointModules(NoOpStrategy):
     name = "checkpointing"
     plan: Mapping[str, Any]
 
-    def prepare(self, module: torch.nn.Module) -> None:
+    def prepare(self, module: torch.nn.Module) -> torch.nn.Module:
+        let_gradients_reach_the_blocks(module)
         apply_checkpoint_plan(module, self.plan)
+        return module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -471,7 +480,7 @@ class CheckpointEveryBlock(NoOpStrategy):
     name = "checkpointing"
     use_reentrant: bool = False
 
-    def prepare(self, module: torch.nn.Module) -> None:
+    def prepare(self, module: torch.nn.Module) -> torch.nn.Module:
         if not getattr(module, "supports_gradient_checkpointing", False):
             raise InputError(
                 f"{type(module).__name__} supports no gradient checkpointing, so 'checkpointing full' has no blocks to "
@@ -480,6 +489,7 @@ class CheckpointEveryBlock(NoOpStrategy):
         with warnings.catch_warnings():  # the name changes in transformers 6; this one works in all of 5
             warnings.simplefilter("ignore", FutureWarning)
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": self.use_reentrant})
+        return module
 
     def remarks(self, graph: StepGraph) -> tuple[str, ...]:
         """Blocks that the switch did nothing for: none of their operations ran again."""
@@ -490,6 +500,25 @@ class CheckpointEveryBlock(NoOpStrategy):
             if not any(name == block or name.startswith(block + ".") for name in again)
         ]
         return _ignored(ignored, "they did not run, save nothing for backward, or are in evaluation mode")
+
+
+# Said of every step with a frozen part that is rewritten; its plain step has this too.
+INPUT_GRADIENTS = (
+    "outputs of the frozen embeddings require gradients (enable_input_require_grads), as transformers and TRL set with "
+    "checkpointing"
+)
+
+
+def let_gradients_reach_the_blocks(module: torch.nn.Module) -> None:
+    """What transformers does with checkpointing on: outputs of the input embeddings require gradients, so that those of
+    a frozen embedding do, too. Source: PreTrainedModel._activation_checkpointing_enable.
+    """
+    if _is_partly_frozen(module) and getattr(module, "main_input_name", None) == "input_ids":
+        module.enable_input_require_grads()
+
+
+def _is_partly_frozen(module: torch.nn.Module) -> bool:
+    return not all(parameter.requires_grad for parameter in module.parameters())
 
 
 def apply_checkpoint_plan(model: torch.nn.Module, plan: Mapping[str, Any]) -> None:

@@ -179,6 +179,11 @@ def _classes_by_task(model_type: str) -> dict[str, tuple[str, ...]]:
     return {task: (names,) if isinstance(names, str) else tuple(names) for task, names in by_task if names}
 
 
+def task_of_class(model_type: str, class_name: str) -> str | None:
+    """The first task whose auto class builds this class for a model type."""
+    return next((task for task, names in _classes_by_task(model_type).items() if class_name in names), None)
+
+
 def _class_names(auto_class: str) -> Mapping[str, str | tuple[str, ...]]:
     """model_type -> class name, as an auto class holds it."""
     from transformers.models.auto import modeling_auto
