@@ -15,12 +15,12 @@ from metapeak.strategies.gradient_checkpointing import parse_policy, strategy_fo
 from metapeak.strategies.lora import ADAPTER_DTYPES, BIASES, parse_targets
 from metapeak.strategies.methods import METHODS, method_strategies
 from metapeak.strategies.optimizer import IMPLEMENTATIONS, OPTIMIZERS
+from metapeak.strategies.quantization.options import quantization_strategies
+from metapeak.strategies.quantization.schemes import DTYPES, GPTQ_KERNELS, SCHEMES, STORAGE_DTYPES
 from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.gpus import Gpu, find_gpu, gpu_of_memory
 from metapeak.tracer.simulation import Option
 from metapeak.tracer.spec import ModelSpec, OptimizerSpec, StepSpec
-
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +96,32 @@ SETTINGS = (
     Setting(
         name="trainable", kind=str, default=None, parse=names_of,
         help="modules or parameters that method frozen-base trains; patterns may have *",
+    ),
+    Setting(
+        name="quantization", kind=str, default=None,
+        help="of a frozen base; default none, with method qlora nf4 and double_quant", choices=("none", *SCHEMES),
+    ),
+    Setting(name="double_quant", kind=bool, default=None, help="quantise the statistics of nf4 and fp4 again"),
+    Setting(
+        name="compute_dtype", kind=str, default=None, help="of 4-bit layers; default: the weights dtype",
+        choices=tuple(DTYPES),
+    ),
+    Setting(
+        name="quant_storage", kind=str, default=None, help="what nf4 and fp4 are packed into; default uint8",
+        choices=tuple(STORAGE_DTYPES),
+    ),
+    Setting(name="group_size", kind=int, default=None, help="inputs of one GPTQ or AWQ scale; default 128, -1: all"),
+    Setting(
+        name="gptq_kernel", kind=str, default=None, help="who dequantises GPTQ in training; default torch (GPTQModel)",
+        choices=GPTQ_KERNELS,
+    ),
+    Setting(
+        name="skip_modules", kind=str, default=None, parse=names_of,
+        help="modules that are not quantised; default: the head, as transformers",
+    ),
+    Setting(
+        name="kbit_prepare", kind=bool, default=None,
+        help="run PEFT's prepare_model_for_kbit_training (norms, embeddings, head in fp32)",
     ),
     Setting(name="weights_dtype", kind=str, default=None, help="default: the config's", choices=tuple(DTYPES)),
     Setting(name="optimizer", kind=str, default="adamw", help="default adamw", choices=tuple(OPTIMIZERS)),
@@ -176,11 +202,14 @@ def _from_file(path: str) -> dict[str, Option]:
 
 
 def _flat(name: str, value: Any) -> list[tuple[str, Any]]:
-    """The options of one key: `lora: {rank: 8}` is lora_rank, for every name that has options below it."""
+    """The options of one key: `lora: {rank: 8}` is lora_rank, for every name that has options below it; `type` is the option itself."""
     if not isinstance(value, Mapping):
         return [(name, value)]
+    value = {name if key == "type" else key: item for key, item in value.items()}
     inner = [(str(key).replace("-", "_"), item) for key, item in value.items()]
-    return [(f"{name}_{key}" if f"{name}_{key}" in _BY_NAME or key not in _BY_NAME else key, item) for key, item in inner]
+    return [
+        (f"{name}_{key}" if f"{name}_{key}" in _BY_NAME or key not in _BY_NAME else key, item) for key, item in inner
+    ]
 
 
 def _typed(setting: Setting, value: Any, path: str) -> Any:
@@ -243,7 +272,9 @@ def strategies_of(options: Mapping[str, Option]) -> list[Strategy]:
 
 def model_strategies(options: Mapping[str, Option]) -> list[Strategy]:
     """The strategies that change what is traced, without the checkpointing policy. Raises InputError."""
-    return method_strategies({name: option.value for name, option in options.items()})
+    values = {name: option.value for name, option in options.items()}
+    # The base is loaded quantised, then it gets adapters.
+    return [*quantization_strategies(values), *method_strategies(values)]
 
 
 def memory_of(text: str) -> int:

@@ -35,6 +35,7 @@ class GptqLinear(QuantizedLayer, nn.Module):
         bits: int = 4,
         group_size: int = 128,
         kernel: str = "torch",
+        dtype: torch.dtype = torch.float16,
     ):
         super().__init__()
         self.in_features, self.out_features, self.bits, self.kernel = in_features, out_features, bits, kernel
@@ -42,11 +43,11 @@ class GptqLinear(QuantizedLayer, nn.Module):
         groups = -(in_features // -self.group_size)
         hold(self, "qweight", (in_features // 32 * bits, out_features), torch.int32)
         hold(self, "qzeros", (groups, out_features // 32 * bits), torch.int32)
-        hold(self, "scales", (groups, out_features), torch.float16)
+        hold(self, "scales", (groups, out_features), dtype)
         hold(self, "g_idx", (in_features,), torch.int32)
         self.register_buffer("bias", None)
         if source.bias is not None:
-            hold(self, "bias", (out_features,), torch.float16)
+            hold(self, "bias", (out_features,), dtype)
 
     @property
     def infeatures(self) -> int:  # what PEFT asks a QuantLinear for

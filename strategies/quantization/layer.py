@@ -26,8 +26,11 @@ class QuantizedLayer:
     @property
     def weight_nbytes(self) -> int:
         """Bytes of everything that the weight is stored in."""
-        tensors = [getattr(self, name) for name in self.weight_storage]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.storages())
+
+    def storages(self) -> list[torch.Tensor]:
+        """The tensors that `weight_storage` names, those that there are."""
+        return [tensor for name in self.weight_storage if (tensor := getattr(self, name)) is not None]
 
     def dequantize(self) -> torch.Tensor:
         """The weight, of shape (out_features, in_features), as merging and DoRA compute it."""

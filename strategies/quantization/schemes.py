@@ -30,7 +30,6 @@ SCHEMES = {
         Scheme(name="gptq4", method="gptq", bits=4),
         Scheme(name="gptq8", method="gptq", bits=8),
         Scheme(name="awq4", method="awq", bits=4),
-        Scheme(name="fp8", method="fp8", bits=8),
     )
 }
 
@@ -58,8 +57,8 @@ def check_scheme(
         raise InputError(f"double_quant belongs to nf4 and fp4; {scheme} has no second level of statistics.")
     if compute_dtype is not None and compute_dtype not in DTYPES:
         raise UnknownName("compute dtype", compute_dtype, DTYPES)
-    if compute_dtype is not None and scheme not in ("nf4", "fp4"):
-        raise InputError(f"compute_dtype belongs to nf4 and fp4; {scheme} computes in the dtype of its input.")
+    if compute_dtype is not None and scheme == "int8":
+        raise InputError("compute_dtype belongs to 4-bit layers; int8 computes in int8 and dequantises to float16.")
     if quant_storage not in STORAGE_DTYPES:
         raise UnknownName("quant storage", quant_storage, STORAGE_DTYPES)
     if quant_storage != "uint8" and scheme not in ("nf4", "fp4"):

@@ -10,7 +10,7 @@ prepare_model_for_kbit_training; the libraries named in each file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from metapeak.tracer.errors import InputError
 if TYPE_CHECKING:
     from torch import nn
 
+    from metapeak.strategies.base import Strategy
     from metapeak.tracer.models import ResolvedModel
     from metapeak.tracer.spec import StepSpec
 
@@ -109,11 +110,18 @@ class Quantization(NoOpStrategy):
     def _layer_maker(self) -> Callable[[nn.Module, int, int], nn.Module]:
         import torch
 
+        compute_dtype = self.compute_dtype and getattr(torch, DTYPES[self.compute_dtype])
         if self.method == "gptq":
             from metapeak.strategies.quantization.gptq import GptqLinear
 
             return lambda source, inputs, outputs: GptqLinear(
-                source, inputs, outputs, bits=self.bits, group_size=self.group_size, kernel=self.gptq_kernel
+                source,
+                inputs,
+                outputs,
+                bits=self.bits,
+                group_size=self.group_size,
+                kernel=self.gptq_kernel,
+                dtype=compute_dtype or torch.float16,
             )
         if self.method == "awq":
             from metapeak.strategies.quantization.awq import AwqLinear
@@ -127,7 +135,6 @@ class Quantization(NoOpStrategy):
             return Linear8bitLt
         from metapeak.strategies.quantization.linear4bit import Linear4bit
 
-        compute_dtype = self.compute_dtype and getattr(torch, DTYPES[self.compute_dtype])
         return lambda source, inputs, outputs: Linear4bit(
             source,
             inputs,
@@ -165,3 +172,22 @@ class Quantization(NoOpStrategy):
                 "and head keep their dtype (--kbit-prepare for their float32 copies)"
             )
         return tuple(sentences)
+
+
+# Strategies that train something beside a frozen base.
+_TRAIN_BESIDE = ("lora", "frozen-base")
+
+
+def check_base_is_frozen(model: ResolvedModel, strategies: Sequence[Strategy]) -> None:
+    """Raise InputError when a quantised base is to be trained itself, or is quantised after the adapters were made."""
+    names = [strategy.name for strategy in strategies]
+    quantised = next((strategy for strategy in strategies if isinstance(strategy, Quantization)), None)
+    if quantised is None:
+        return
+    if not any(name in _TRAIN_BESIDE for name in names):
+        raise InputError(
+            f"{model.id}: {quantised.scheme} weights cannot be trained: use --method qlora"
+            + (", or name the repository that it was made from." if quantised.origin == "checkpoint" else ".")
+        )
+    if any(name in _TRAIN_BESIDE for name in names[: names.index(quantised.name)]):
+        raise InputError("The base is quantised when it is loaded, before it gets adapters: put Quantization first.")
