@@ -17,12 +17,13 @@ from metapeak.strategies.loss import LOSSES, loss_strategy
 from metapeak.strategies.methods import METHODS, method_strategies
 from metapeak.strategies.optimizers import IMPLEMENTATIONS, parse_arguments
 from metapeak.strategies.precision import AUTOCAST_REGIONS, PRECISIONS
+from metapeak.strategies.quantization.options import quantization_strategies
+from metapeak.strategies.quantization.schemes import DTYPES, GPTQ_KERNELS, SCHEMES, STORAGE_DTYPES
 from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.gpus import Gpu, find_gpu, gpu_of_memory
 from metapeak.tracer.simulation import Option
 from metapeak.tracer.spec import ModelSpec, OptimizerSpec, StepSpec
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SHORT = {long: short for short, long in DTYPES.items()}
 
 
@@ -99,6 +100,32 @@ SETTINGS = (
     Setting(
         name="trainable", kind=str, default=None, parse=names_of,
         help="modules or parameters that method frozen-base trains; patterns may have *",
+    ),
+    Setting(
+        name="quantization", kind=str, default=None,
+        help="of a frozen base; default none, with method qlora nf4 and double_quant", choices=("none", *SCHEMES),
+    ),
+    Setting(name="double_quant", kind=bool, default=None, help="quantise the statistics of nf4 and fp4 again"),
+    Setting(
+        name="compute_dtype", kind=str, default=None, help="of 4-bit layers; default: the weights dtype",
+        choices=tuple(DTYPES),
+    ),
+    Setting(
+        name="quant_storage", kind=str, default=None, help="what nf4 and fp4 are packed into; default uint8",
+        choices=tuple(STORAGE_DTYPES),
+    ),
+    Setting(name="group_size", kind=int, default=None, help="inputs of one GPTQ or AWQ scale; default 128, -1: all"),
+    Setting(
+        name="gptq_kernel", kind=str, default=None, help="who dequantises GPTQ in training; default torch (GPTQModel)",
+        choices=GPTQ_KERNELS,
+    ),
+    Setting(
+        name="skip_modules", kind=str, default=None, parse=names_of,
+        help="modules that are not quantised; default: the head, as transformers",
+    ),
+    Setting(
+        name="kbit_prepare", kind=bool, default=None,
+        help="run PEFT's prepare_model_for_kbit_training (norms, embeddings, head in fp32)",
     ),
     Setting(name="weights_dtype", kind=str, default=None, help="default: the config's", choices=tuple(DTYPES)),
     Setting(
@@ -230,9 +257,10 @@ def _from_file(path: str) -> dict[str, Option]:
 
 
 def _flat(name: str, value: Any) -> list[tuple[str, Any]]:
-    """The options of one key: `lora: {rank: 8}` is lora_rank, for every name that has options below it."""
+    """The options of one key: `lora: {rank: 8}` is lora_rank, for every name that has options below it; `type` is the option itself."""
     if not isinstance(value, Mapping):
         return [(name, value)]
+    value = {name if key == "type" else key: item for key, item in value.items()}
     inner = [(str(key).replace("-", "_"), item) for key, item in value.items()]
     return [
         (f"{name}_{key}" if f"{name}_{key}" in _BY_NAME or key not in _BY_NAME else key, item) for key, item in inner
@@ -314,12 +342,10 @@ def strategies_of(options: Mapping[str, Option]) -> list[Strategy]:
 
 def model_strategies(options: Mapping[str, Option]) -> list[Strategy]:
     """The strategies that change what is traced, without the checkpointing policy. Raises InputError."""
-    loss = loss_strategy(options["loss"].value, options["loss_chunk_tokens"].value, options["keep_outputs"].value)
-    # The loss path changes the model that adapters then wrap.
-    return [
-        *([loss] if loss is not None else []),
-        *method_strategies({name: option.value for name, option in options.items()}),
-    ]
+    values = {name: option.value for name, option in options.items()}
+    loss = loss_strategy(values["loss"], values["loss_chunk_tokens"], values["keep_outputs"])
+    # The base is loaded quantised, its loss path chosen; then it gets adapters.
+    return [*quantization_strategies(values), *([loss] if loss is not None else []), *method_strategies(values)]
 
 
 def memory_of(text: str) -> int:

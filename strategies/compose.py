@@ -12,6 +12,8 @@ from metapeak.strategies.base import Strategy
 from metapeak.strategies.master_weights import with_master_weights
 from metapeak.strategies.optimizers import OptimizerMaker, check_optimizer, optimizer_maker
 from metapeak.strategies.precision import check_precision, precision_notes, training_loop
+from metapeak.strategies.quantization.from_config import with_checkpoint_quantization
+from metapeak.strategies.quantization.strategy import check_base_is_frozen
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.kernels import DEFAULT_COMPUTE_CAPABILITY, NOT_MODELLED, with_cublas_workspaces
@@ -71,8 +73,10 @@ def simulate(
     started = time.perf_counter()
     progress(f"building {spec.reference}")
     resolved = resolve_model(spec)
+    strategies, checkpoint_notes = with_checkpoint_quantization(resolved, strategies)
     for strategy in strategies:
         strategy.check(resolved, step)
+    check_base_is_frozen(resolved, strategies)
     capability = compute_capability_of(gpu)
     implementation, choice = attention_of(step.attention, capability)
     with flash_attention_2_available():
@@ -117,7 +121,7 @@ def simulate(
     rank = RankResult(rank=0, count=1, coordinates={}, liveness=liveness)
     seconds["liveness"] = time.perf_counter() - started
 
-    assumptions = [*resolved.notes, *built.notes, *batch_notes, *precision, *answered]
+    assumptions = [*resolved.notes, *checkpoint_notes, *built.notes, *batch_notes, *precision, *answered]
     for strategy, said in zip(strategies, notes):
         assumptions += [*strategy.assumptions(), *said, *strategy.remarks(graph)]
     if make_optimizer is not None:
@@ -165,15 +169,18 @@ def compute_capability_of(gpu: Gpu | None) -> tuple[int, int]:
 
 
 def _summary(resolved, model, module) -> ModelSummary:
-    """The class of the model itself, and the counts of what is trained, adapters included."""
+    """The class of the model itself, and the counts of what is trained, adapters included; packed weights unpacked."""
     parameters = list({id(parameter): parameter for parameter in module.parameters()}.values())
+    packed = [part for part in module.modules() if hasattr(part, "weight_storage")]
+    storages = {id(tensor): tensor for part in packed for tensor in part.storages()}
+    plain = [parameter for parameter in parameters if id(parameter) not in storages]
     return ModelSummary(
         id=resolved.id,
         source=resolved.source,
         architecture=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in parameters),
+        parameters=sum(parameter.numel() for parameter in plain) + sum(part.weight_numel for part in packed),
         trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in (*plain, *storages.values())),
     )
 
 

@@ -11,6 +11,7 @@ _maybe_include_all_linear_layers), utils/constants.py (targets by model type), u
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 from collections import Counter
@@ -100,7 +101,7 @@ class LoRA(NoOpStrategy):
         self._check_names(module, config)
         try:
             # Under meta PEFT neither allocates nor initialises anything.
-            with torch.device("meta"), warnings.catch_warnings():
+            with torch.device("meta"), warnings.catch_warnings(), _quantised_bases(module):
                 warnings.simplefilter("ignore")
                 wrapped = get_peft_model(module, config, autocast_adapter_dtype=self.adapter_dtype != "weights")
         except (ValueError, TypeError, NotImplementedError) as error:
@@ -214,6 +215,13 @@ class LoRA(NoOpStrategy):
             idle = [name for name in self.targets if not any(("." + path).endswith("." + name) for path in paths)]
             if idle and self.targets != (ALL_LINEAR,):
                 yield f"lora targets {', '.join(idle)} match no layer of this model"
+
+
+def _quantised_bases(module: torch.nn.Module) -> contextlib.AbstractContextManager:
+    """PEFT's layers for quantised bases, where the base is one."""
+    from metapeak.strategies.quantization.peft_door import quantised_bases
+
+    return quantised_bases() if getattr(module, "is_quantized", False) else contextlib.nullcontext()
 
 
 def parse_targets(text: str) -> tuple[str, ...] | str:

@@ -10,7 +10,7 @@ from metapeak.strategies.frozen_base import FrozenBase
 from metapeak.strategies.lora import LoRA
 from metapeak.tracer.errors import InputError, UnknownName
 
-METHODS = ("full", "lora", "frozen-base")
+METHODS = ("full", "lora", "qlora", "frozen-base")
 # Option -> field of LoRA.
 LORA_OPTIONS = {
     "lora_rank": "rank",
@@ -40,11 +40,11 @@ def method_strategies(values: Mapping[str, Any]) -> list[Strategy]:
     if method not in METHODS:
         raise UnknownName("method", str(method), METHODS)
     given = {name: values[name] for name in LORA_OPTIONS if values.get(name) is not None}
-    if given and method != "lora":
+    if given and method not in ("lora", "qlora"):
         raise InputError(f"{', '.join(given)} belongs to method lora, but the method is {method}. Give method lora.")
     if values.get("trainable") is not None and method != "frozen-base":
         raise InputError(f"trainable belongs to method frozen-base, but the method is {method}.")
-    if method == "lora":
+    if method in ("lora", "qlora"):
         return [LoRA(**{LORA_OPTIONS[name]: value for name, value in given.items()})]
     if method == "frozen-base":
         return [FrozenBase(trainable=tuple(values.get("trainable") or ()))]

@@ -132,7 +132,9 @@ def _load(recorder: Recorder, model: torch.nn.Module, batch: Any) -> None:
         prefix = f"{name}." if name else ""
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                recorder.load(buffer, prefix + key, Category.BUFFER, module)
+                # Layers with packed weights name the buffers that hold them.
+                is_weight = key in getattr(module, "weight_storage", ())
+                recorder.load(buffer, prefix + key, Category.PARAMETER if is_weight else Category.BUFFER, module)
     for name, value in _named_tensors(batch):
         recorder.load(value, name, Category.INPUT)
 

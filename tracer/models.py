@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +163,7 @@ def build(resolved: ResolvedModel, *, dtype: str | None = None, attention: str |
     check_heads_and_experts(config.to_dict(), resolved.id)
     prepared = prepare_config(config)
     module = _construct(resolved, config, getattr(torch, dtype), attention)
-    notes = [*prepared, _quantization_note(resolved, dtype), _untie_output_head(resolved, module)]
+    notes = [*prepared, _untie_output_head(resolved, module)]
     _keep_in_float32(module, getattr(torch, dtype))
     _move_to_meta(module)
     return BuiltModel(
@@ -258,17 +258,6 @@ def _config_for(model_class: Any, config: Any) -> Any:
     text_class = config.sub_configs.get("text_config")
     wants_text = text_class is not None and getattr(model_class, "config_class", None) is text_class
     return config.get_text_config() if wants_text else config
-
-
-def _quantization_note(resolved: ResolvedModel, dtype: str) -> str | None:
-    quantization = resolved.config_dict.get("quantization_config")
-    if not quantization:
-        return None
-    method = quantization.get("quant_method", "unnamed") if isinstance(quantization, Mapping) else "unnamed"
-    return (
-        f"The checkpoint of {resolved.id} is quantised ({method}); the model is built with plain {dtype} weights, "
-        "so its packed weights and scales are not counted."
-    )
 
 
 def _untie_output_head(resolved: ResolvedModel, module: nn.Module) -> str | None:

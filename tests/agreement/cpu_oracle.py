@@ -53,13 +53,13 @@ class _Watch(TorchDispatchMode):
         return result
 
 
-def run_on_cpu(model, batch, make_optimizer, iterations=2):
-    """A CpuRun of `iterations` steps of a real model on the CPU.
+def run_on_cpu(model, batch, make_optimizer, iterations=2, also=()):
+    """A CpuRun of `iterations` steps of a real model on the CPU; `also` are tensors that were there before.
 
     Numbers that stay on the host when the model is on a GPU are not counted, see `stays_on_host`.
     """
     watch = _Watch()
-    for tensor in [*model.parameters(), *model.buffers(), *batch.values()]:
+    for tensor in [*model.parameters(), *model.buffers(), *batch.values(), *also]:
         watch.add(tensor)
     optimizer = make_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     for tensor in tree_leaves([list(state.values()) for state in optimizer.state.values()]):
