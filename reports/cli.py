@@ -152,6 +152,58 @@ class Checkpointing:
         return DONE
 
 
+class Footprints:
+    """`metapeak footprints MODEL`: pre-training, full fine-tuning, LoRA and QLoRA side by side."""
+
+    name = "footprints"
+    help = "pre-training, full fine-tuning, LoRA and QLoRA side by side"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        from metapeak.reports.options import add_to_parser
+
+        parser.add_argument("model", metavar="MODEL", help="Hugging Face id, folder, config.json or file.py:function")
+        add_to_parser(parser)
+        output = parser.add_argument_group("cases and output")
+        output.add_argument(
+            "--case",
+            action="append",
+            default=[],
+            metavar="NAME:option=value;...",
+            help="one more case",
+        )
+        output.add_argument("--only", action="store_true", help="only the cases given with --case")
+        output.add_argument("--json", metavar="FILE", help="write the result as JSON; - is stdout, alone")
+        output.add_argument("--force", action="store_true", help="replace files that exist")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from metapeak.reports.files import check_writable, write_whole
+        from metapeak.reports.footprints import footprints_record, parse_case, print_footprints, simulate_case
+        from metapeak.reports.options import given_options
+        from metapeak.reports.progress import Progress
+        from metapeak.strategies.footprints import STANDARD_CASES, footprints
+
+        quiet_transformers()
+        given = given_options(arguments)
+        cases = [*(() if arguments.only else STANDARD_CASES), *map(parse_case, arguments.case)]
+        if not cases:
+            raise InputError("--only needs at least one --case NAME:option=value.")
+        target = None
+        if arguments.json not in (None, "-"):
+            target = check_writable(arguments.json, force=arguments.force)
+        with Progress() as progress:
+            results = footprints(cases, lambda case: simulate_case(arguments.model, case, given, progress))
+        if arguments.json is None:
+            print_footprints(results, make_console())
+        else:
+            text = json.dumps(footprints_record(results), indent=2) + "\n"
+            if target is None:
+                sys.stdout.write(text)
+            else:
+                write_whole(target, text)
+                print(f"wrote {target}", file=sys.stderr)
+        return DONE if any(result.simulation is not None for result in results) else BAD_INPUT
+
+
 class Models:
     """`metapeak models`: the built-in catalogue of model configs."""
 
@@ -192,7 +244,7 @@ class Gpus:
         return DONE
 
 
-COMMANDS = (Estimate(), Checkpointing(), Models(), Gpus())
+COMMANDS = (Estimate(), Checkpointing(), Footprints(), Models(), Gpus())
 
 
 def quiet_transformers() -> None:

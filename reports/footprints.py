@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -10,23 +11,46 @@ from rich.table import Table
 from rich.text import Text
 
 from metapeak.reports.data import SCHEMA_VERSION, model_record, record_of
+from metapeak.reports.options import gpu_of, model_spec, options_of, resolve, step_spec, strategies_of
 from metapeak.reports.sizes import gib
 from metapeak.reports.summary import NARROW, describe_step, print_sentences
-from metapeak.strategies.footprints import Footprint
+from metapeak.strategies import simulate
+from metapeak.strategies.footprints import PRETRAINING_SEQ_LEN, Case, Footprint
 from metapeak.tracer.errors import InputError
+from metapeak.tracer.simulation import Option, Simulation
 
 
-def parse_case(text: str) -> tuple[str, Mapping[str, str]]:
+def parse_case(text: str) -> Case:
     """A case of the user's: `NAME:option=value;option=value`. Raises InputError.
 
-    >>> parse_case("8-bit Adam:optimizer=adamw8bit;precision=bf16")
+    >>> case = parse_case("8-bit Adam:optimizer=adamw8bit;precision=bf16")
+    >>> case.name, dict(case.options)
     ('8-bit Adam', {'optimizer': 'adamw8bit', 'precision': 'bf16'})
     """
     name, colon, rest = text.partition(":")
     pairs = [part.partition("=") for part in rest.split(";") if part]
     if not name.strip() or not colon or not pairs or not all(option and equals for option, equals, _ in pairs):
         raise InputError(f"Case '{text}' is not of the form NAME:option=value;option=value.")
-    return name.strip(), {option.strip().replace("-", "_"): value.strip() for option, _, value in pairs}
+    options = {option.strip().replace("-", "_"): value.strip() for option, _, value in pairs}
+    return Case(name=name.strip(), options=options)
+
+
+def simulate_case(
+    model: str, case: Case, given: Sequence[Mapping[str, Option]], progress: Callable[[str], None]
+) -> Simulation:
+    """One case, its options over the given ones. Raises as `simulate`."""
+    options = resolve(*given, options_of(case.options, f"case {case.name}"))
+    step = step_spec(options)
+    if case.long:
+        step = replace(step, default_seq_len=PRETRAINING_SEQ_LEN)
+    return simulate(
+        model_spec(model, options),
+        step,
+        strategies_of(options),
+        gpu=gpu_of(options),
+        options=options,
+        progress=lambda what: progress(f"{case.name}: {what}"),
+    )
 
 
 def footprints_record(results: Sequence[Footprint]) -> dict[str, Any]:

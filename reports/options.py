@@ -17,6 +17,7 @@ from metapeak.strategies.loss import LOSSES, loss_strategy
 from metapeak.strategies.methods import METHODS, method_strategies
 from metapeak.strategies.optimizers import IMPLEMENTATIONS, parse_arguments
 from metapeak.strategies.precision import AUTOCAST_REGIONS, PRECISIONS
+from metapeak.strategies.presets import PRESETS, filled_in
 from metapeak.strategies.quantization.options import quantization_strategies
 from metapeak.strategies.quantization.schemes import DTYPES, GPTQ_KERNELS, SCHEMES, STORAGE_DTYPES
 from metapeak.tracer.errors import InputError, UnknownName
@@ -67,6 +68,10 @@ def numbers_of(text: str) -> tuple[int, ...]:
 
 
 SETTINGS = (
+    Setting(
+        name="preset", kind=str, default=None, choices=tuple(PRESETS),
+        help="fills in what the framework does where nothing else is given",
+    ),
     Setting(name="task", kind=str, default=None, help="causal-lm, seq2seq-lm, ...; default: from the config"),
     Setting(name="batch_size", kind=int, default=1, help="micro-batch of one rank"),
     Setting(name="seq_len", kind=int, default=None, help="tokens a sample; default 2048 or the model's maximum"),
@@ -208,20 +213,47 @@ def resolve_options(arguments: argparse.Namespace) -> dict[str, Option]:
 
     Raises InputError or UnknownName for a file or value that cannot be used.
     """
-    options = {setting.name: Option(value=setting.default, origin="default") for setting in SETTINGS}
-    if arguments.config:
-        _override(options, _from_file(arguments.config))
+    return resolve(*given_options(arguments))
+
+
+def given_options(arguments: argparse.Namespace) -> tuple[dict[str, Option], dict[str, Option]]:
+    """(options of the --config file, options of the command line): those that were given, nothing filled in."""
     given = {setting: getattr(arguments, setting.name) for setting in SETTINGS}
-    _override(
-        options,
+    return (
+        _from_file(arguments.config) if arguments.config else {},
         {
             setting.name: Option(value=setting.parse(value) if setting.parse else value, origin="command line")
             for setting, value in given.items()
             if value is not None
         },
     )
+
+
+def resolve(*given: Mapping[str, Option]) -> dict[str, Option]:
+    """Every setting with its value and origin: later mappings win over earlier ones, all of them over the preset, and
+    the preset over the defaults. Raises InputError or UnknownName for a value that cannot be used.
+
+    >>> options = resolve({"preset": Option(value="trl", origin="call")})
+    >>> options["seq_len"].value, options["seq_len"].origin
+    (1024, 'preset trl: trl 1.16 trainer/sft_config.py:SFTConfig.max_length')
+    """
+    options = {setting.name: Option(value=setting.default, origin="default") for setting in SETTINGS}
+    for mapping in given:
+        _override(options, mapping)
     for name, option in options.items():
         _check(_BY_NAME[name], option)
+    preset = options["preset"].value
+    return filled_in(options, preset) if preset is not None else options
+
+
+def options_of(values: Mapping[str, Any], origin: str) -> dict[str, Option]:
+    """Options of plain values by name, checked and converted as those of a file. Raises InputError or UnknownName."""
+    options = {}
+    for key, value in values.items():
+        for name, item in _flat(str(key).replace("-", "_"), value):
+            if name not in _BY_NAME:
+                raise UnknownName("option", name if isinstance(value, Mapping) else str(key), _BY_NAME, f"In {origin}.")
+            options[name] = Option(value=_typed(_BY_NAME[name], item, origin), origin=origin)
     return options
 
 
@@ -246,18 +278,16 @@ def _check(setting: Setting, option: Option) -> None:
 
 def _from_file(path: str) -> dict[str, Option]:
     values, lines = _read_mapping(path)
-    options = {}
+    options: dict[str, Option] = {}
     for key, value in values.items():
-        line = f":{lines[key]}" if key in lines else ""
-        for name, item in _flat(str(key).replace("-", "_"), value):
-            if name not in _BY_NAME:
-                raise UnknownName("option", name if isinstance(value, Mapping) else str(key), _BY_NAME, f"In {path}.")
-            options[name] = Option(value=_typed(_BY_NAME[name], item, path), origin=f"{path}{line}")
+        options |= options_of({key: value}, f"{path}:{lines[key]}" if key in lines else path)
     return options
 
 
 def _flat(name: str, value: Any) -> list[tuple[str, Any]]:
-    """The options of one key: `lora: {rank: 8}` is lora_rank, for every name that has options below it; `type` is the option itself."""
+    """The options of one key: `lora: {rank: 8}` is lora_rank, for every name that has options below it; `type` is the
+    option itself.
+    """
     if not isinstance(value, Mapping):
         return [(name, value)]
     value = {name if key == "type" else key: item for key, item in value.items()}
@@ -276,9 +306,21 @@ def _typed(setting: Setting, value: Any, path: str) -> Any:
         value = ",".join(str(item) for item in (value if isinstance(value, list) else [value]))
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
+    elif isinstance(value, str) and kind is not str:
+        value = _of_text(kind, value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise InputError(f"{path}: {setting.name} is {value!r}, but has to be of type {kind.__name__}.")
     return setting.parse(value) if setting.parse is not None else value
+
+
+def _of_text(kind: type, text: str) -> Any:
+    """A number or a truth value that was written as text; the text itself where it is none."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    try:
+        return kind(text)
+    except ValueError:
+        return text
 
 
 def _read_mapping(path: str) -> tuple[Mapping[str, Any], dict[str, int]]:

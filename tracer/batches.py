@@ -25,8 +25,6 @@ from metapeak.tracer.prepare import nested_configs
 from metapeak.tracer.sequences import exact_length, most_positions, ordinary_token_ids, trained_length, vocabulary_size
 from metapeak.tracer.spec import BatchSpec
 
-DEFAULT_SEQ_LEN = 2048
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
@@ -88,8 +86,9 @@ def _sequence_length(draft: _Draft, asked: int | None, what: str = "seq_len") ->
         return length
     most, trained = most_positions(draft.model), trained_length(draft.config)
     if asked is None:
-        length = min(limit for limit in (DEFAULT_SEQ_LEN, most, trained) if limit is not None)
-        if length < DEFAULT_SEQ_LEN:
+        default = draft.spec.default_seq_len
+        length = min(limit for limit in (default, most, trained) if limit is not None)
+        if length < default:
             draft.notes.append(f"{what} is {length}, the most that the model has positions for")
         return length
     if asked < 1:

@@ -26,9 +26,9 @@ class ModelSpec:
 class BatchSpec:
     """The micro-batch of one data-parallel rank: samples, and tokens or pixels a sample.
 
-    `seq_len` None takes 2048 tokens or the model's maximum if that is less. `target_len` is the decoder's length of
-    sequence-to-sequence models (None: seq_len), `image_size` the pixels a side (None: the config's), `num_images` the
-    images a sample of image-text models.
+    `seq_len` None takes `default_seq_len` tokens or the model's maximum if that is less. `target_len` is the decoder's
+    length of sequence-to-sequence models (None: seq_len), `image_size` the pixels a side (None: the config's),
+    `num_images` the images a sample of image-text models.
     """
 
     batch_size: int = 1
@@ -36,6 +36,7 @@ class BatchSpec:
     target_len: int | None = None
     image_size: int | None = None
     num_images: int = 1
+    default_seq_len: int = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
