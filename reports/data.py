@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from metapeak.reports.dtypes import dtype_rows
 from metapeak.tracer.liveness import Category
 from metapeak.tracer.simulation import RankResult, Simulation
 
@@ -38,6 +39,7 @@ def record_of(simulation: Simulation) -> dict[str, Any]:
             "assumptions": list(how.assumptions),
             "not_modelled": list(how.not_modelled),
         },
+        "dtypes": dtype_rows(simulation),
         "ranks": [_rank(rank) for rank in simulation.ranks],
         "fit": _fit(simulation),
     }

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from metapeak.reports.data import CATEGORY_NAMES, module_rows
+from metapeak.reports.dtypes import dtype_rows
 from metapeak.reports.sizes import count, gib, size
 from metapeak.tracer.liveness import Category
 from metapeak.tracer.simulation import Option, RankResult, Simulation, Verdict
@@ -26,6 +27,7 @@ _ATTENTION_OPS = {
 
 LARGEST_SHOWN = 8
 MODULES_SHOWN = 12
+DTYPES_SHOWN = 0.001  # of a row's bytes; what is less is in the JSON
 # Below this many columns the tables leave out what can be missed first.
 NARROW = 100
 
@@ -39,6 +41,7 @@ def print_summary(simulation: Simulation, console: Console) -> None:
     _phases(rank, console)
     _largest(rank, console)
     _modules(rank, console)
+    _dtypes(simulation, console)
     print_sentences("Assumed", simulation.how.assumptions, console)
     print_sentences("Not modelled", simulation.how.not_modelled, console)
 
@@ -67,9 +70,14 @@ def describe_step(simulation: Simulation, rank: RankResult) -> str:
     """One line: what is trained, in which precision, with which optimizer, on which batch."""
     options = {name: option.value for name, option in simulation.options.items()}
     parts = [describe_method(simulation), str(options.get("weights_dtype", ""))]
-    parts.append(f"{options.get('optimizer', 'adamw')} {options.get('implementation') or ''}".rstrip())
+    if options.get("autocast"):
+        parts[1] += f" weights, {options['autocast']} autocast"
+    masters = " on fp32 masters" if options.get("master_weights") else ""
+    parts.append(f"{options.get('optimizer', 'adamw')} {options.get('implementation') or ''}".rstrip() + masters)
     lengths = [options.get(name) for name in ("seq_len", "target_len") if options.get(name)]
     batch = f"batch {options.get('batch_size', 1)}"
+    if (options.get("grad_accum") or 1) > 1:
+        batch = f"{options['grad_accum']} x {batch}"
     if options.get("batch_size", 1) is None:
         batch = "its own batch"
     elif lengths:
@@ -164,6 +172,9 @@ def _peak(rank: RankResult, console: Console) -> None:
 
 def _phases(rank: RankResult, console: Console) -> None:
     phases, at = rank.phases, rank.peak_at
+    # With gradient accumulation an iteration has several forwards and backwards.
+    same = [phase for phase in phases if (phase.iteration, phase.phase) == (at.iteration, at.phase)]
+    at_peak = max(same, key=lambda phase: phase.peak_bytes)
     table = Table(title="Phases, GiB (traced storages)", title_justify="left", box=None, pad_edge=False)
     table.add_column("iteration", justify="right")
     table.add_column("phase")
@@ -176,7 +187,7 @@ def _phases(rank: RankResult, console: Console) -> None:
             phase.phase,
             gib(phase.peak_bytes),
             gib(phase.end_bytes),
-            "<- peak" if (phase.iteration, phase.phase) == (at.iteration, at.phase) else "",
+            "<- peak" if phase is at_peak else "",
         )
     console.print()
     console.print(table)
@@ -222,6 +233,20 @@ def _modules(rank: RankResult, console: Console) -> None:
         table.add_row(name, gib(row["bytes"]), *(gib(row[column]) if row.get(column) else "" for column in columns))
     if rest:
         table.add_row(f"{len(rest)} more", gib(sum(row["bytes"] for row in rest)), *[""] * len(columns))
+    console.print()
+    console.print(table)
+
+
+def _dtypes(simulation: Simulation, console: Console) -> None:
+    table = Table(title="Dtypes", title_justify="left", box=None, pad_edge=False)
+    table.add_column("what", no_wrap=True)
+    table.add_column("dtype, GiB", overflow="fold")
+    table.add_column("from", overflow="fold")
+    for row in dtype_rows(simulation):
+        share = DTYPES_SHOWN * sum(nbytes or 0 for nbytes in row["bytes"].values())
+        shown = {dtype: nbytes for dtype, nbytes in row["bytes"].items() if nbytes is None or nbytes >= share}
+        dtypes = [dtype if nbytes is None else f"{dtype} {gib(nbytes)}" for dtype, nbytes in shown.items()]
+        table.add_row(row["what"], ", ".join(dtypes), row["from"])
     console.print()
     console.print(table)
 

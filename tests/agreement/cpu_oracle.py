@@ -85,3 +85,40 @@ def run_on_cpu(model, batch, make_optimizer, iterations=2, also=()):
         if collected:
             gc.enable()
     return watch.run
+
+
+class _WatchWithoutNumbers(_Watch):
+    def stays_on_host(self, tensor):
+        return tensor.dim() == 0
+
+
+def run_script_on_cpu(tensors, script):
+    """(phase, its peak, bytes at its end) in order, of a real script on the CPU; single numbers are not counted.
+
+    `script(begin)` says `begin("forward")` and so on where a phase begins. `tensors` are there before it.
+    """
+    watch, phases = _WatchWithoutNumbers(), []
+    for tensor in tensors:
+        watch.add(tensor)
+
+    def end():
+        if phases:
+            since = [live for _, _, live in watch.run.timeline[phases[-1][1] :]]
+            phases[-1] = (phases[-1][0], max(since, default=watch.live()), watch.live())
+
+    def begin(name):
+        end()
+        phases.append((name, len(watch.run.timeline)))
+
+    collected = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with watch, torch.autograd.set_multithreading_enabled(False):
+            kept = script(begin)
+            end()
+            del kept
+    finally:
+        if collected:
+            gc.enable()
+    return phases

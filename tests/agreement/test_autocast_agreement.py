@@ -15,7 +15,16 @@ def foreach_adamw(parameters):
     return torch.optim.AdamW(parameters, foreach=True)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+BY_DEFAULT = ("gpt2", "llama", "bert", "t5", "vit")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, id=family.name, marks=() if family.name in BY_DEFAULT else pytest.mark.slow)
+        for family in FAMILIES
+    ],
+)
 def test_live_bytes_equal_a_real_cpu_run_under_cuda_s_lists(family):
     model = family.build("cpu")
     model.forward = convert_outputs_to_fp32(torch.autocast("cpu", dtype=torch.bfloat16)(model.forward))

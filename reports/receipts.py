@@ -1,0 +1,180 @@
+"""Receipts: published measurements, read as options that `simulate` understands.
+
+A receipt is one line of a JSON Lines file: who measured what, with which options and which code. Whatever of it cannot
+be run here is refused with the reason, never left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from metapeak.tracer.errors import InputError
+
+# Metrics -> what of a prediction they are compared with.
+METRICS = ("max_allocated", "steady_allocated", "max_reserved", "max_active", "nvml", "unknown-gpu")
+_CHECKPOINTING = {"selective:op": "selective:torchtitan"}
+# Loss path of transformers up to a version (exclusive); see strategies/losses/transformers_versions.py.
+_LOSS_OF_VERSION = (((4, 46), "transformers-4.45"), ((4, 49), "transformers-4.48"))
+_FUSED_KERNELS = ("fused-cross-entropy", "fused-rmsnorm", "fused-rope", "fused-lora")
+
+
+class Refused(Exception):
+    """Why a receipt cannot be predicted: what it needs that is not here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Receipt:
+    """One measurement. Bytes are integers; `rounding_bytes` is half a unit of the source's last digit."""
+
+    id: str
+    model: str
+    definition: str
+    metric: str
+    rank: str
+    measured_bytes: int
+    rounding_bytes: int
+    gpu: str | None
+    mechanisms: tuple[str, ...]
+    source: str
+    tier: str
+    fields: Mapping[str, Any]
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return self.fields["options"]
+
+
+def read_receipts(path: str) -> list[Receipt]:
+    """The receipts of a JSON Lines file. Raises InputError, with the line, for what is none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"Cannot read {path}: {error}.") from error
+    receipts = [_receipt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not receipts:
+        raise InputError(f"{path} holds no receipts.")
+    return receipts
+
+
+def _receipt(line: str, where: str) -> Receipt:
+    try:
+        fields = json.loads(line)
+        excluded = fields.get("baseline_excluded_bytes") or 0
+        return Receipt(
+            id=fields["id"],
+            model=fields["model"],
+            definition=fields.get("definition", "transformers"),
+            metric=fields["metric"],
+            rank=fields.get("rank", "rank0"),
+            measured_bytes=int(fields["measured_bytes"]) + int(excluded),
+            rounding_bytes=int(fields.get("rounding_bytes", 0)),
+            gpu=fields.get("gpu"),
+            mechanisms=tuple(fields.get("mechanism", ())),
+            source=fields.get("source", ""),
+            tier=fields.get("tier", ""),
+            fields=fields | {"options": fields["options"]},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{where} is no receipt: {type(error).__name__}: {error}.") from error
+
+
+def options_of_receipt(receipt: Receipt) -> dict[str, Any]:
+    """The options of the step that was measured, by name. Raises Refused with what is missing here."""
+    _check_definition(receipt)
+    options = receipt.options
+    parallel = options.get("parallel") or {}
+    if parallel.get("engine", "none") != "none":
+        raise Refused(f"runs on several GPUs ({parallel['engine']}), which is not predicted yet")
+    if options.get("compile"):
+        raise Refused("ran under torch.compile, which is not modelled")
+    if options.get("float8"):
+        raise Refused("computes in float8, which is not modelled")
+    found = {name: options[name] for name in ("batch_size", "seq_len", "image_size", "attention") if options.get(name)}
+    found |= dict(_training(options))
+    found |= dict(_method(options))
+    found |= dict(_loss(options))
+    if receipt.gpu:
+        found["gpu"] = receipt.gpu
+    return found
+
+
+def _check_definition(receipt: Receipt) -> None:
+    definition = receipt.definition
+    if definition == "transformers":
+        return
+    if definition.startswith("package:"):
+        raise Refused(f"the model's code is {definition.removeprefix('package:')}'s own, which is not built here yet")
+    if definition == "transformers-remote-code":
+        raise Refused("the model's code lies in its Hub repository, which cannot be had here")
+    raise Refused(f"the measured program is of another kind ({definition})")
+
+
+def _training(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    if options.get("weights_dtype"):
+        yield "weights_dtype", options["weights_dtype"]
+    if options.get("autocast"):
+        yield "autocast", options["autocast"]
+    if options.get("grad_accum", 1) > 1:
+        yield "grad_accum", options["grad_accum"]
+    if options.get("grad_clip"):
+        yield "max_grad_norm", float(options["grad_clip"])
+    checkpointing = options.get("checkpointing")
+    if checkpointing:
+        yield "checkpointing", _CHECKPOINTING.get(checkpointing, checkpointing)
+    optimizer = options.get("optimizer") or {}
+    if optimizer.get("implementation") == "cpu-offload":
+        raise Refused("the optimizer runs on the host, which is not modelled")
+    if optimizer.get("name"):
+        yield "optimizer", optimizer["name"]
+        if optimizer.get("implementation"):
+            yield "implementation", optimizer["implementation"]
+
+
+def _method(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield "method", options.get("method", "full")
+    if options.get("trainable"):
+        yield "trainable", list(options["trainable"])
+    lora = dict(options.get("lora") or {})
+    names = {"targets": "lora_targets", "modules_to_save": "lora_modules_to_save", "dora": "lora_dora"}
+    names |= {"rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout", "adapter_dtype": "adapter_dtype"}
+    for name, value in lora.items():
+        if value is None or value is False:
+            continue
+        if name == "targets" and "all-linear" in value:
+            value = "all-linear"
+        yield names[name], value
+    quantization = dict(options.get("quantization") or {})
+    names = {"type": "quantization", "double_quant": "double_quant", "compute_dtype": "compute_dtype"}
+    names |= {"kbit_prepare": "kbit_prepare", "quant_storage": "quant_storage", "group_size": "group_size"}
+    for name, value in quantization.items():
+        if name not in names:
+            raise Refused(f"quantization.{name} is not an option here")
+        if value is not None and not (name == "double_quant" and quantization["type"] not in ("nf4", "fp4")):
+            yield names[name], value
+
+
+def _loss(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    loss = options.get("loss") or "eager"
+    version = _version((options.get("framework_versions") or {}).get("transformers"))
+    kernels = [kernel for kernel in options.get("kernels") or () if kernel in _FUSED_KERNELS]
+    if kernels:
+        yield "kernels", kernels
+    if options.get("loss_chunk_tokens"):
+        yield "loss", "chunked"
+        yield "loss_chunk_tokens", options["loss_chunk_tokens"]
+    elif loss == "fused-linear":
+        yield "loss", "fused-linear-0.3" if version and version < (4, 46) else "fused-linear"
+    elif loss == "eager" and version:
+        path = next((path for limit, path in _LOSS_OF_VERSION if version < limit), "eager")
+        yield "loss", path
+    else:
+        yield "loss", loss
+
+
+def _version(text: str | None) -> tuple[int, int] | None:
+    parts = (text or "").split(".")
+    return (int(parts[0]), int(parts[1])) if len(parts) >= 2 and parts[0].isdigit() and parts[1].isdigit() else None
