@@ -180,7 +180,9 @@ def _flat(name: str, value: Any) -> list[tuple[str, Any]]:
     if not isinstance(value, Mapping):
         return [(name, value)]
     inner = [(str(key).replace("-", "_"), item) for key, item in value.items()]
-    return [(f"{name}_{key}" if f"{name}_{key}" in _BY_NAME or key not in _BY_NAME else key, item) for key, item in inner]
+    return [
+        (f"{name}_{key}" if f"{name}_{key}" in _BY_NAME or key not in _BY_NAME else key, item) for key, item in inner
+    ]
 
 
 def _typed(setting: Setting, value: Any, path: str) -> Any:
