@@ -118,7 +118,8 @@ def study_checkpointing(
     """Compare policies (none, full, every second and fourth block, torchtitan's selective one, offload, and `policies`)
     on one traced step.
 
-    `strategies` come before the checkpoints: LoRA, say. `budget_bytes`, or else the GPU's usable memory less a CUDA context, asks for the plan. Raises InputError when no
+    `strategies` come before the checkpoints: LoRA, say.
+    `budget_bytes`, or else the GPU's usable memory less a CUDA context, asks for the plan. Raises InputError when no
     plan stays under the budget, with the least peak that one can reach and what holds it; and what `simulate` raises.
     """
     strategy = GradientCheckpointing(policy=Nothing())

@@ -1,6 +1,6 @@
 """LoRA, DoRA and rsLoRA: the base is frozen, small matrices beside chosen layers are trained.
 
-What it changes: `peft.get_peft_model` wraps the real module on meta; what is traced is the PeftModel that a script gets.
+What it changes: `peft.get_peft_model` wraps the real module on meta; the PeftModel that a script gets is traced.
 Where each byte comes from: PEFT's own layers run in the trace: adapters in the dtype to which PEFT casts them, the cast
 of each layer's input to it, dropout's mask, DoRA's identity matrices, the copies of `modules_to_save`.
 Not modelled: how adapters are initialised, beyond PEFT's default (PiSSA, LoftQ, ...: same bytes after loading, more
@@ -54,7 +54,8 @@ class LoRA(NoOpStrategy):
 
     `targets`: None for PEFT's default of the model type, "all-linear", names of layers (the end of their path), or one
     regular expression that meets whole paths. `alpha` None is PEFT's 8. `modules_to_save` are trained whole, as a copy
-    beside the frozen original. `target_parameters` names parameters that are no layer's weight (fused experts).
+    beside the frozen original. `target_parameters` names parameters that are no layer's weight (fused experts); with
+    `targets` () they are all that is adapted.
     `layers` and `layers_pattern` narrow the targets to layers of these numbers. `adapter_dtype`: see ADAPTER_DTYPES.
     Raises InputError for values that PEFT cannot use.
     """
@@ -95,6 +96,7 @@ class LoRA(NoOpStrategy):
         """The PeftModel around the module, which PEFT changes in place."""
         import torch
         from peft import get_peft_model
+        from peft.tuners.tuners_utils import cast_adapter_dtype
 
         _refuse_adapters(module)
         config = self.config(module)
@@ -103,11 +105,14 @@ class LoRA(NoOpStrategy):
             # Under meta PEFT neither allocates nor initialises anything.
             with torch.device("meta"), warnings.catch_warnings(), _quantised_bases(module):
                 warnings.simplefilter("ignore")
-                wrapped = get_peft_model(module, config, autocast_adapter_dtype=self.adapter_dtype != "weights")
+                wrapped = get_peft_model(module, config, autocast_adapter_dtype=False)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise InputError(
-                f"PEFT refuses LoRA on this model: {' '.join(str(error).split())} {_listed_linears(module)}"
+                f"PEFT refuses LoRA on {type(module).__name__}: {' '.join(str(error).split())} Give lora targets: "
+                f"all-linear, or names of layers. {_listed_linears(module)}"
             ) from error
+        _cast_as_the_layers(wrapped)
+        cast_adapter_dtype(wrapped, "default", autocast_adapter_dtype=self.adapter_dtype != "weights")
         if ADAPTER_DTYPES[self.adapter_dtype] not in (None, "float32"):
             _cast_adapters(wrapped, getattr(torch, ADAPTER_DTYPES[self.adapter_dtype]))
         return wrapped
@@ -133,20 +138,16 @@ class LoRA(NoOpStrategy):
             rank_pattern=dict(self.rank_pattern),
         )
 
-    def _targets(self, module: torch.nn.Module) -> list[str] | str:
-        if self.targets is not None:
-            return _listed(self.targets)
-        if self.target_parameters:
-            return []
-        default = default_targets(_model_type(module))
-        if default is None:
-            kind = _model_type(module)
+    def _targets(self, module: torch.nn.Module) -> list[str] | str | None:
+        """None leaves PEFT to choose its default."""
+        kind = _model_type(module)
+        if self.targets is None and not self.target_parameters and default_targets(kind) is None:
             which = f"model type '{kind}'" if kind else f"{type(module).__name__}, which has no transformers config"
             raise InputError(
                 f"PEFT has no default targets for {which}. Give lora targets: all-linear, or names among the linear "
                 f"layers. {_listed_linears(module)}"
             )
-        return default
+        return _listed(self.targets)
 
     def _check_names(self, module: torch.nn.Module, config: LoraConfig) -> None:
         if self.targets is not None and not self.target_parameters and not _matched(module, config):
@@ -164,9 +165,6 @@ class LoRA(NoOpStrategy):
     # -- what the report says ------------------------------------------------------------------------------------------
 
     def resolved(self, module: torch.nn.Module) -> Mapping[str, Option]:
-        kind = _model_type(module)
-        asked = self.targets if self.targets is not None else default_targets(kind)
-        default = self.targets is None and not self.target_parameters
         values: dict[str, Any] = {
             "method": self.name,
             "lora_rank": self.rank,
@@ -175,14 +173,16 @@ class LoRA(NoOpStrategy):
             "lora_dora": self.dora,
             "lora_rslora": self.rslora,
             "lora_bias": self.bias,
-            "lora_modules_to_save": list(self.modules_to_save),
+            "lora_modules_to_save": self.modules_to_save,
             "adapter_dtype": self.adapter_dtype,
         }
         options = {name: Option(value=value, origin="default") for name, value in values.items()}
-        options["lora_targets"] = Option(
-            value=[asked] if isinstance(asked, str) else sorted(asked or ()) if default else list(asked or ()),
-            origin=f"PEFT's default for {kind}" if default else "call",
-        )
+        if self.targets is None:
+            found = module.peft_config["default"].target_modules or ()
+            names = (found,) if isinstance(found, str) else tuple(sorted(found))
+            options["lora_targets"] = Option(value=names, origin=f"PEFT's default for {_model_type(module)}")
+        else:
+            options["lora_targets"] = Option(value=self.targets, origin="call")
         return options
 
     def notes(self, module: torch.nn.Module) -> tuple[str, ...]:
@@ -305,6 +305,20 @@ def _listed_linears(module: torch.nn.Module) -> str:
     return f"Linear layers: {names}." if names else "It has no linear layer."
 
 
+def _cast_as_the_layers(module: torch.nn.Module) -> None:
+    """Adapters in the dtype of the layers that they adapt, in place: PEFT does so when it moves them to the layer's
+    device (_move_adapter_to_device_of_base_layer), and leaves out adapters on meta.
+    """
+    for layer in _lora_layers(module):
+        if hasattr(layer, "get_param"):  # an adapter of a parameter
+            dtype = layer.get_param().dtype
+        else:
+            _, dtype = layer._get_base_layer_device_and_dtype(layer.get_base_layer())
+        for path, parameter in layer.named_parameters():
+            if dtype is not None and dtype.is_floating_point and not path.startswith("base_layer."):
+                parameter.data = parameter.data.to(dtype)
+
+
 def _cast_adapters(module: torch.nn.Module, dtype: torch.dtype) -> None:
     """Cast what is trained, in place; DoRA's magnitudes keep their dtype, as in TRL's SFTTrainer."""
     for path, parameter in module.named_parameters():
@@ -341,8 +355,8 @@ def _rank_notes(layers) -> Iterator[str]:
     if small:
         inputs, outputs, rank = min(small, key=lambda layer: min(layer[:2]))
         yield (
-            f"lora rank {rank} is above the smaller side of {len(small)} layers (the smallest is {inputs} x {outputs}): "
-            "rank <= min(in, out) is all that an update of the layer can have"
+            f"lora rank {rank} is above the smaller side of {len(small)} layers (the smallest is {inputs} x "
+            f"{outputs}): rank <= min(in, out) is all that an update of the layer can have"
         )
 
 

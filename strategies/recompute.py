@@ -470,10 +470,15 @@ def recomputed(plain: Liveness, holds: Holds, region: Region) -> Copies:
     rows = np.flatnonzero((region.begin <= plain.birth) & (plain.birth < region.stop))
     position = np.full(len(plain.birth), -1, dtype=np.int64)
     position[rows] = np.arange(len(rows))
+    saves = region.own_saves
+    # What autograd saved and let go of before backward (a result that is only used detached, as DoRA's weight norm) is
+    # held by the recompute's own graph for as long, at most to the early stop; in forward the hooks hold nothing.
+    dropped = saves[holds.release[saves, 0] < region.wanted_tick]
+    eager = latest(holds.eager, holds.save_row[dropped], holds.release[dropped]) if len(dropped) else holds.eager
     # At the early stop everything that Python still holds goes.
-    inside = holds.eager[rows, 0] < region.stop_tick
+    inside = eager[rows, 0] < region.stop_tick
     inside &= ~np.isin(rows, region.kept_to_its_end)
-    death = np.where(inside, region.since_start(holds.eager[rows, 1], holds.eager[rows, 0]), region.length)
+    death = np.where(inside, region.since_start(eager[rows, 1], eager[rows, 0]), region.length)
     birth = region.since_start(plain.birth[rows], holds.op_tick[plain.birth[rows]])
     recast = np.array([[row, at, tick] for row, at, tick, _ in region.recast], dtype=np.int64).reshape(-1, 3)
     rows = np.concatenate([rows, recast[:, 0]])
@@ -483,7 +488,6 @@ def recomputed(plain: Liveness, holds: Holds, region: Region) -> Copies:
     inside = np.concatenate([inside, np.ones(len(recast), dtype=bool)]) | np.isin(rows, holds.casts)
 
     after = np.full((len(rows), 2), -1, dtype=np.int64)
-    saves = region.own_saves
     # A recomputed tensor leaves the checkpoint's hands when backward reads it, before the node is released; one that
     # backward does not read stays until then.
     unread = saves if region.reentrant else saves[~holds.was_read[saves]]
