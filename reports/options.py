@@ -19,12 +19,13 @@ from metapeak.strategies.optimizers import IMPLEMENTATIONS, parse_arguments
 from metapeak.strategies.precision import AUTOCAST_REGIONS, PRECISIONS
 from metapeak.strategies.presets import PRESETS, filled_in
 from metapeak.strategies.quantization.options import quantization_strategies
-from metapeak.strategies.quantization.schemes import DTYPES, GPTQ_KERNELS, SCHEMES, STORAGE_DTYPES
+from metapeak.strategies.quantization.schemes import GPTQ_KERNELS, SCHEMES, STORAGE_DTYPES
 from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.gpus import Gpu, find_gpu, gpu_of_memory
 from metapeak.tracer.simulation import Option
 from metapeak.tracer.spec import ModelSpec, OptimizerSpec, StepSpec
 
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SHORT = {long: short for short, long in DTYPES.items()}
 
 
@@ -131,6 +132,10 @@ SETTINGS = (
     Setting(
         name="kbit_prepare", kind=bool, default=None,
         help="run PEFT's prepare_model_for_kbit_training (norms, embeddings, head in fp32)",
+    ),
+    Setting(
+        name="kbit_cast_back", kind=bool, default=None,
+        help="after kbit_prepare: embeddings and head in bf16 again, as TRL before 1.0",
     ),
     Setting(name="weights_dtype", kind=str, default=None, help="default: the config's", choices=tuple(DTYPES)),
     Setting(

@@ -56,7 +56,8 @@ def with_checkpoint_quantization(
     if any(strategy.scheme != own.scheme and strategy.origin == "option" for strategy in asked):
         return list(strategies), ()
     if asked:
-        own = dataclasses.replace(own, kbit_prepare=asked[0].kbit_prepare, gptq_kernel=asked[0].gptq_kernel)
+        kept = ("kbit_prepare", "kbit_cast_back", "gptq_kernel")
+        own = dataclasses.replace(own, **{name: getattr(asked[0], name) for name in kept})
         return [own if strategy is asked[0] else strategy for strategy in strategies], ()
     return [own, *strategies], ()
 

@@ -18,6 +18,7 @@ QUANTIZATION_OPTIONS = {
     "gptq_kernel": "gptq_kernel",
     "skip_modules": "skip_modules",
     "kbit_prepare": "kbit_prepare",
+    "kbit_cast_back": "kbit_cast_back",
 }
 QLORA_SCHEME = "nf4"
 

@@ -40,7 +40,8 @@ class Quantization(NoOpStrategy):
     the dtype of the weights that were quantised). `quant_storage` is the dtype that 4-bit weights are packed into.
     `group_size` is that of GPTQ and AWQ (-1: one group a layer), `gptq_kernel` who dequantises (see gptq.py).
     `skip_modules` are patterns of modules that stay as they are; None leaves out what transformers leaves out (the
-    output embeddings, tied weights). `kbit_prepare` runs PEFT's prepare_model_for_kbit_training.
+    output embeddings, tied weights). `kbit_prepare` runs PEFT's prepare_model_for_kbit_training, `kbit_cast_back` casts
+    embeddings and head to bfloat16 after it, as TRL before 1.0 does.
     `origin` says where the options come from, for the report.
 
         >>> Quantization(scheme="nf4", double_quant=True).bits
@@ -55,6 +56,7 @@ class Quantization(NoOpStrategy):
     gptq_kernel: str = "torch"
     skip_modules: tuple[str, ...] | None = None
     kbit_prepare: bool = False
+    kbit_cast_back: bool = False
     origin: str = "option"
 
     name = "quantization"
@@ -68,6 +70,8 @@ class Quantization(NoOpStrategy):
             group_size=self.group_size,
             gptq_kernel=self.gptq_kernel,
         )
+        if self.kbit_cast_back and not self.kbit_prepare:
+            raise InputError("kbit_cast_back undoes a part of kbit_prepare: give kbit_prepare, too.")
 
     @property
     def bits(self) -> int:
@@ -88,7 +92,7 @@ class Quantization(NoOpStrategy):
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """Quantise the linear layers of a module on meta, in place. Raises InputError where there are none."""
-        from metapeak.strategies.quantization.kbit import prepare_for_kbit_training
+        from metapeak.strategies.quantization.kbit import cast_back, prepare_for_kbit_training
         from metapeak.strategies.quantization.replace import modules_left_out, replace_layers
 
         left_out = modules_left_out(module, self.skip_modules, add_default=self.method == "awq")
@@ -105,6 +109,8 @@ class Quantization(NoOpStrategy):
         module.is_loaded_in_8bit = self.method == "bitsandbytes" and self.bits == 8
         if self.kbit_prepare:
             prepare_for_kbit_training(module)
+        if self.kbit_cast_back:
+            cast_back(module)
         return module
 
     def _layer_maker(self) -> Callable[[nn.Module, int, int], nn.Module]:
@@ -166,7 +172,8 @@ class Quantization(NoOpStrategy):
             )
         if self.method == "bitsandbytes":
             sentences.append(
-                "PEFT's prepare_model_for_kbit_training ran: norms, embeddings and head are float32"
+                "PEFT's prepare_model_for_kbit_training ran: norms are float32, embeddings and head "
+                + ("bfloat16 again (TRL before 1.0)" if self.kbit_cast_back else "too")
                 if self.kbit_prepare
                 else "PEFT's prepare_model_for_kbit_training is taken not to run, as in TRL >= 1.0: norms, embeddings "
                 "and head keep their dtype (--kbit-prepare for their float32 copies)"

@@ -87,3 +87,23 @@ def test_a_model_without_linear_layers_is_refused():
 def test_needs_no_bitsandbytes(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     assert quantized_layers(Quantization(double_quant=True).prepare(build("llama")))
+
+
+def dtypes(module):
+    return {name: parameter.dtype for name, parameter in module.named_parameters() if "norm" in name or "head" in name
+            or "embed" in name}  # fmt: skip
+
+
+def test_kbit_preparation_makes_norms_embeddings_and_head_float32():
+    plain, prepared, back = (
+        dtypes(Quantization(**options).prepare(build("llama")))
+        for options in ({}, {"kbit_prepare": True}, {"kbit_prepare": True, "kbit_cast_back": True})
+    )
+    assert set(plain.values()) == {torch.bfloat16}
+    assert set(prepared.values()) == {torch.float32}
+    assert {name for name, dtype in back.items() if dtype is torch.bfloat16} == {
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+    }
+    with pytest.raises(InputError, match="kbit_cast_back undoes a part of kbit_prepare"):
+        Quantization(kbit_cast_back=True)
