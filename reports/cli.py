@@ -204,6 +204,44 @@ class Footprints:
         return DONE if any(result.simulation is not None for result in results) else BAD_INPUT
 
 
+class Validate:
+    """`metapeak validate RECEIPTS.jsonl`: predictions beside published measurements."""
+
+    name = "validate"
+    help = "predicted against published measurements"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("receipts", metavar="RECEIPTS.jsonl", help="one measurement a line")
+        parser.add_argument("--only", metavar="ID[,ID]", help="receipts whose id holds one of these texts")
+        parser.add_argument("--mechanism", metavar="NAME[,NAME]", help="receipts of these mechanisms")
+        parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - is stdout, alone")
+        parser.add_argument("--force", action="store_true", help="replace files that exist")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from metapeak.reports.files import check_writable, write_whole
+        from metapeak.reports.progress import Progress
+        from metapeak.reports.receipts import read_receipts, selected
+        from metapeak.reports.validation import print_validation, validate, validation_record
+
+        quiet_transformers()
+        receipts = selected(read_receipts(arguments.receipts), arguments.only, arguments.mechanism)
+        target = None
+        if arguments.json not in (None, "-"):
+            target = check_writable(arguments.json, force=arguments.force)
+        with Progress() as progress:
+            predictions = validate(receipts, progress)
+        if arguments.json is None:
+            print_validation(predictions, make_console())
+        else:
+            text = json.dumps(validation_record(predictions), indent=2) + "\n"
+            if target is None:
+                sys.stdout.write(text)
+            else:
+                write_whole(target, text)
+                print(f"wrote {target}", file=sys.stderr)
+        return DONE
+
+
 class Models:
     """`metapeak models`: the built-in catalogue of model configs."""
 
@@ -244,7 +282,7 @@ class Gpus:
         return DONE
 
 
-COMMANDS = (Estimate(), Checkpointing(), Footprints(), Models(), Gpus())
+COMMANDS = (Estimate(), Checkpointing(), Footprints(), Validate(), Models(), Gpus())
 
 
 def quiet_transformers() -> None:

@@ -18,7 +18,6 @@ METRICS = ("max_allocated", "steady_allocated", "max_reserved", "max_active", "n
 _CHECKPOINTING = {"selective:op": "selective:torchtitan"}
 # Loss path of transformers up to a version (exclusive); see strategies/losses/transformers_versions.py.
 _LOSS_OF_VERSION = (((4, 46), "transformers-4.45"), ((4, 49), "transformers-4.48"))
-_FUSED_KERNELS = ("fused-cross-entropy", "fused-rmsnorm", "fused-rope", "fused-lora")
 
 
 class Refused(Exception):
@@ -80,6 +79,23 @@ def _receipt(line: str, where: str) -> Receipt:
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{where} is no receipt: {type(error).__name__}: {error}.") from error
+
+
+def selected(receipts: list[Receipt], ids: str | None, mechanisms: str | None) -> list[Receipt]:
+    """Those whose id holds one of `ids` and that have one of `mechanisms`; both are lists with commas, None is all.
+
+    Raises InputError when nothing is left.
+    """
+    texts, wanted = (ids or "").split(","), {name for name in (mechanisms or "").split(",") if name}
+    found = [
+        receipt
+        for receipt in receipts
+        if any(text in receipt.id for text in texts) and (not wanted or wanted & set(receipt.mechanisms))
+    ]
+    if not found:
+        known = sorted({name for receipt in receipts for name in receipt.mechanisms})
+        raise InputError(f"No receipt is left of {len(receipts)}. Mechanisms: {', '.join(known)}.")
+    return found
 
 
 def options_of_receipt(receipt: Receipt) -> dict[str, Any]:
@@ -160,9 +176,8 @@ def _method(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _loss(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     loss = options.get("loss") or "eager"
     version = _version((options.get("framework_versions") or {}).get("transformers"))
-    kernels = [kernel for kernel in options.get("kernels") or () if kernel in _FUSED_KERNELS]
-    if kernels:
-        yield "kernels", kernels
+    if options.get("kernels"):
+        raise Refused("ran other kernels than the model's own: " + ", ".join(options["kernels"]))
     if options.get("loss_chunk_tokens"):
         yield "loss", "chunked"
         yield "loss_chunk_tokens", options["loss_chunk_tokens"]

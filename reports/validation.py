@@ -105,11 +105,9 @@ def bytes_of_metric(metric: str, rank: RankResult) -> int | None:
 
 def kept_workspaces(rank: RankResult) -> int:
     """Bytes of workspaces that stay allocated between steps: those of cuBLAS."""
-    return sum(
-        tensor.nbytes
-        for tensor in rank.liveness.alive(rank.liveness.num_ops)
-        if tensor.category == Category.WORKSPACE.name.lower()
-    )
+    liveness = rank.liveness
+    kept = (liveness.death > liveness.num_ops) & (liveness.category == Category.WORKSPACE)
+    return int(liveness.nbytes[kept].sum())
 
 
 # -- the record and the table ------------------------------------------------------------------------------------------

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def with_master_weights(
-    make: Callable[[list], torch.optim.Optimizer], model: torch.nn.Module
+    make: Callable[[list], torch.optim.Optimizer], model: torch.nn.Module | None = None
 ) -> Callable[[list], MasterWeights]:
     """A function from the trainable parameters to the optimizer that `make` makes, over float32 copies of them.
 
-    The copies go by the names that their parameters have in `model`.
+    With a `model` the copies go by the names that their parameters have in it: `make` gets (name, tensor) pairs.
     """
 
     def make_masters(parameters):  # looked up here: the module's parameters are replaced when it moves to the device
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {id(parameter): name for name, parameter in model.named_parameters()} if model is not None else None
         return MasterWeights(parameters, make, names)
 
     return make_masters
@@ -45,7 +45,9 @@ class MasterWeights:
     # GradScaler unscales the gradients itself instead of handing its scale to a fused kernel.
     _step_supports_amp_scaling = False
 
-    def __init__(self, parameters: list, make: Callable[[list], torch.optim.Optimizer], names: Mapping[int, str]):
+    def __init__(
+        self, parameters: list, make: Callable[[list], torch.optim.Optimizer], names: Mapping[int, str] | None
+    ):
         import torch
 
         self.master_weights = [
@@ -55,8 +57,9 @@ class MasterWeights:
         ]
         masters = {id(parameter): master for parameter, master in self.master_weights}
         self._parameters = parameters
+        owned = [masters.get(id(parameter), parameter) for parameter in parameters]
         self._optimizer = make(
-            [(names[id(parameter)], masters.get(id(parameter), parameter)) for parameter in parameters]
+            [(names[id(parameter)], own) for parameter, own in zip(parameters, owned)] if names is not None else owned
         )
 
     @property
