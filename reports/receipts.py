@@ -171,6 +171,19 @@ def _method(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             raise Refused(f"quantization.{name} is not an option here")
         if value is not None and not (name == "double_quant" and quantization["type"] not in ("nf4", "fp4")):
             yield names[name], value
+    if _kbit_cast_back(options):
+        yield "kbit_cast_back", True
+
+
+def _kbit_cast_back(options: Mapping[str, Any]) -> bool:
+    """TRL before 1.0 casts embeddings and head back after PEFT's k-bit preparation (SFTTrainer.__init__)."""
+    prepared = (options.get("quantization") or {}).get("kbit_prepare")
+    return bool(prepared) and options.get("preset") == "trl" and (_major_of_trl(options) or 0) < 1
+
+
+def _major_of_trl(options: Mapping[str, Any]) -> int | None:
+    version = _version((options.get("framework_versions") or {}).get("trl"))
+    return version[0] if version else None
 
 
 def _loss(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
