@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 from metapeak.strategies import CheckpointEveryBlock, FrozenBase, LoRA, simulate
+from metapeak.strategies.checkpoint_study import study_checkpointing, verify
 from metapeak.tracer import StepSpec
 from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.liveness import Category
@@ -113,3 +114,12 @@ def test_frozen_base(folder):
     result = simulate(folder, STEP, [FrozenBase(trainable=("norm", "*.layers.1.mlp.*"))])
     assert result.model.trainable_parameters == 64 + 3 * 64 * 128
     assert result.options["method"].value == "frozen-base"
+
+
+def test_every_policy_of_a_study_equals_its_retrace(folder):
+    """With flash attention, whose seeds are scalars that the offload policy carries to the host and back."""
+    step = StepSpec(batch_size=2, seq_len=32)
+    study = study_checkpointing(folder, step, strategies=[LoRA()])
+    for result in study.policies:
+        real = verify(result, folder, step, strategies=[LoRA()])
+        assert (result.policy, result.rank.requested_bytes) == (result.policy, real.requested_bytes)
