@@ -28,9 +28,7 @@ from metapeak.tracer.core_attention import SUFFIX, around_core_attention
 from metapeak.tracer.dispatch import PhantomMode
 from metapeak.tracer.graph import LOAD, SavedTensors, StepGraph, Symbol, Value
 from metapeak.tracer.liveness import Category, Phase
-from metapeak.tracer.phantom import (
-    PhantomTensor,
-)
+from metapeak.tracer.phantom import HostCopy, PhantomTensor
 from metapeak.tracer.saved_tensors import SaveLog
 
 _ALIVE = -1
@@ -407,7 +405,8 @@ class Recorder:
         if kind is list or kind is tuple:
             return kind([self._recorded(item) for item in argument])
         if isinstance(argument, torch.Tensor):  # on the CPU: not the GPU's memory
-            return argument.item() if argument.dim() == 0 else Symbol("cpu")
+            known = argument.dim() == 0 and type(argument) is not HostCopy
+            return argument.item() if known else Symbol("cpu")
         return self._symbol(argument)
 
     def _symbol(self, argument) -> Symbol:
