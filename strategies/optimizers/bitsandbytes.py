@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from metapeak.strategies.optimizers.kernel import update_in_place
+from metapeak.strategies.optimizers.kernel import unknown_zeros, update_in_place
 from metapeak.strategies.optimizers.recipe import Recipe as BaseRecipe
 from metapeak.strategies.optimizers.recipe import check_arguments
 from metapeak.strategies.optimizers.roles import Role
@@ -143,9 +143,9 @@ class BitsAndBytesOptimizer(torch.optim.Optimizer):
             state[f"state{number}"] = self._buffer(parameter, double, dtype)
             if quantised:
                 state[f"qmap{number}"] = tables[number - 1]
-                state[f"absmax{number}"] = torch.zeros((*double, blocks), dtype=torch.float32, device=parameter.device)
+                state[f"absmax{number}"] = unknown_zeros((*double, blocks), torch.float32, parameter)
         if self.max_unorm > 0.0:
-            state["unorm_vec"] = torch.zeros((1,), device=parameter.device)
+            state["unorm_vec"] = unknown_zeros((1,), torch.float32, parameter)
 
     def _tables(self, device: torch.device) -> list[torch.Tensor]:
         if not self._code_tables:
@@ -158,7 +158,7 @@ class BitsAndBytesOptimizer(torch.optim.Optimizer):
         """A state of zeros; a paged one is a tensor on meta, which the recorder does not see."""
         shape = (*double, *parameter.shape)
         if not self.paged or parameter.numel() < MIN_PAGED_NUMEL:
-            return torch.zeros(shape, dtype=dtype, device=parameter.device)
+            return unknown_zeros(shape, dtype, parameter)
         buffer = torch.empty(shape, dtype=dtype, device="meta")
         self._note_paged(buffer.numel() * buffer.element_size())
         return buffer

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from metapeak.strategies.optimizers.kernel import update_in_place
+from metapeak.strategies.optimizers.kernel import unknown_zeros, update_in_place
 from metapeak.strategies.optimizers.recipe import Recipe as BaseRecipe
 from metapeak.strategies.optimizers.recipe import check_arguments
 from metapeak.strategies.optimizers.roles import Role
@@ -89,8 +89,8 @@ class TorchAOAdam(torch.optim.Optimizer):
             return torch.zeros_like(parameter)
         shape = parameter.shape if packed == 1 else (numel // packed,)
         moment = {
-            "codes": torch.zeros(shape, dtype=dtype, device=parameter.device),
-            "scale": torch.zeros(numel // self.block_size, device=parameter.device),
+            "codes": unknown_zeros(shape, dtype, parameter),
+            "scale": unknown_zeros(numel // self.block_size, torch.float32, parameter),
         }
         if table_size:
             moment["qmap"] = torch.empty(table_size, dtype=torch.float32, device=parameter.device)
