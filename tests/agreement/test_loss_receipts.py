@@ -1,9 +1,9 @@
 """Loss paths against published measurements on real GPUs whose peak is at the logits.
 
 foundation-model-stack/fms-acceleration, scripts/benchmarks/refs (a100_80gb.csv; the Granite benchmark for PowerLM): one
-A100, bf16 weights, no autocast, checkpointing, flash attention 2, foreach AdamW, sequences of 4,096 tokens; LoRA of rank
-16 on q, k, v and o with fp32 adapters by PEFT. Bytes are exact: max_memory_allocated, and what is allocated after the
-run.
+A100, bf16 weights, no autocast, checkpointing, flash attention 2, foreach AdamW, sequences of 4,096 tokens; LoRA of
+rank 16 on q, k, v and o with fp32 adapters by PEFT. Bytes are exact: max_memory_allocated, and what is allocated after
+the run.
 InternLM/xtuner, docs advanced_tutorial/loss.md: a linear layer and cross-entropy, printed with two decimals.
 """
 
