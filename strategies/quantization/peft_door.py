@@ -44,25 +44,42 @@ def quantised_bases() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bitsandbytes_for_peft() -> Iterator[None]:
-    import peft.import_utils
-
-    checks = (peft.import_utils.is_bnb_available, peft.import_utils.is_bnb_4bit_available)
-    stand_in, installed = _stand_in(), importlib.util.find_spec("bitsandbytes") is not None
-    if not installed:
-        sys.modules["bitsandbytes"] = stand_in
-    for check in checks:
-        check.cache_clear()
+    stand_in = _stand_in()
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        with _seen_by_peft(stand_in):
+            yield
+        return
+    absent = object()
+    before = sys.modules.get("bitsandbytes", absent)
+    sys.modules["bitsandbytes"] = stand_in
+    _ask_again()
     try:
-        import peft.tuners.lora.bnb as lora_bnb
+        with _seen_by_peft(stand_in):
+            yield
+    finally:
+        del sys.modules["bitsandbytes"]
+        if before is not absent:  # None, by which Python is told that there is no such module
+            sys.modules["bitsandbytes"] = before
+        _ask_again()
 
-        library, lora_bnb.bnb = lora_bnb.bnb, stand_in
+
+@contextlib.contextmanager
+def _seen_by_peft(stand_in: types.ModuleType) -> Iterator[None]:
+    import peft.tuners.lora.bnb as lora_bnb
+
+    library, lora_bnb.bnb = lora_bnb.bnb, stand_in
+    try:
         yield
     finally:
         lora_bnb.bnb = library
-        if not installed:
-            del sys.modules["bitsandbytes"]
-        for check in checks:
-            check.cache_clear()
+
+
+def _ask_again() -> None:
+    """Let PEFT look anew for bitsandbytes: it remembers the answer."""
+    import peft.import_utils
+
+    peft.import_utils.is_bnb_available.cache_clear()
+    peft.import_utils.is_bnb_4bit_available.cache_clear()
 
 
 def _stand_in() -> types.ModuleType:

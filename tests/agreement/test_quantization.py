@@ -13,9 +13,12 @@ import pytest
 import torch
 import transformers
 
+from metapeak.strategies.gradient_checkpointing import CheckpointEveryBlock, parse_policy
 from metapeak.strategies.quantization import Quantization
 from metapeak.strategies.quantization.peft_door import quantised_bases
+from metapeak.strategies.recompute import checkpointed, regions_of
 from metapeak.tracer.capture import record_training_step
+from metapeak.tracer.liveness import Phase
 from tests.agreement.cpu_oracle import run_on_cpu
 
 LLAMA = transformers.LlamaConfig(
@@ -147,3 +150,32 @@ def test_what_outlives_a_phase_is_what_bitsandbytes_keeps(family, scheme, adapte
     loaded = sum({item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in before}.values())
     run = run_on_cpu(real, batch_of(), make_optimizer, also=statistics)
     assert phantom_ends(ours) == {phase: end - loaded for phase, end in run.ends.items()}
+
+
+def adapted(scheme):
+    model = Quantization(**SCHEMES[scheme]).prepare(build("llama", "meta"))
+    model.enable_input_require_grads()
+    with quantised_bases():
+        return with_adapters(model, ADAPTERS["lora"])
+
+
+def timeline(liveness):
+    """(operation, live bytes) without detach, a view that saving and unpacking add in either way."""
+    live = liveness.live_bytes()
+    return [
+        (liveness.op_names[liveness.op[index]], int(live[index]))
+        for index in range(liveness.num_ops)
+        if liveness.op_phase[index] != Phase.LOAD and "detach" not in liveness.op_names[liveness.op[index]]
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["nf4 double", "int8"])
+def test_checkpoints_on_a_quantised_base_equal_the_retrace(scheme):
+    """int8 keeps its input on the autograd context, where no checkpoint sees it: it stays in both."""
+    graph, _ = record_training_step(adapted(scheme), batch_of(), make_optimizer, decouple_saves=True)
+    policy = CheckpointEveryBlock()
+    model = adapted(scheme)
+    policy.prepare(model)
+    switched, _ = record_training_step(model, batch_of(), make_optimizer)
+    rewritten = checkpointed(graph, regions_of(graph, parse_policy("full").modules(graph)))
+    assert timeline(rewritten) == timeline(switched.liveness())
