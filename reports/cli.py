@@ -35,14 +35,21 @@ class Estimate:
     def run(self, arguments: argparse.Namespace) -> int:
         from metapeak.reports.data import record_of
         from metapeak.reports.files import check_writable, write_whole
-        from metapeak.reports.options import gpu_of, model_spec, resolve_options, step_spec, strategies_of
+        from metapeak.reports.options import (
+            allocator_of,
+            gpu_of,
+            model_spec,
+            resolve_options,
+            step_spec,
+            strategies_of,
+        )
         from metapeak.reports.progress import Progress
         from metapeak.strategies import simulate
         from metapeak.tracer.simulation import Verdict
 
         quiet_transformers()
         options = resolve_options(arguments)
-        gpu = gpu_of(options)
+        gpu, allocator = gpu_of(options), allocator_of(options)
         if arguments.require_fit and gpu is None:
             raise InputError("--require-fit needs --gpu or --gpu-memory to fit into.")
         target = None
@@ -54,6 +61,7 @@ class Estimate:
                 step_spec(options),
                 strategies_of(options),
                 gpu=gpu,
+                allocator=allocator,
                 options=options,
                 progress=progress,
             )
@@ -94,14 +102,21 @@ class Checkpointing:
     def run(self, arguments: argparse.Namespace) -> int:
         from metapeak.reports.checkpointing import print_study, study_record
         from metapeak.reports.files import check_writable, write_whole
-        from metapeak.reports.options import gpu_of, memory_of, model_spec, resolve_options, step_spec
+        from metapeak.reports.options import (
+            allocator_of,
+            gpu_of,
+            memory_of,
+            model_spec,
+            resolve_options,
+            step_spec,
+        )
         from metapeak.reports.progress import Progress
         from metapeak.strategies.checkpoint_study import study_checkpointing, verify
         from metapeak.strategies.gradient_checkpointing import Nothing, parse_policy
 
         quiet_transformers()
         options = resolve_options(arguments)
-        gpu = gpu_of(options)
+        gpu, allocator = gpu_of(options), allocator_of(options)
         budget = memory_of(arguments.budget) if arguments.budget else None
         if arguments.plan and budget is None and gpu is None:
             raise InputError("--plan needs --budget, --gpu or --gpu-memory to plan for.")
@@ -119,13 +134,15 @@ class Checkpointing:
                 [] if isinstance(asked, Nothing) else [asked],
                 budget_bytes=budget,
                 gpu=gpu,
+                allocator=allocator,
                 options=options,
                 progress=progress,
             )
             verified = None
             if arguments.verify:
                 verified = {
-                    result.policy: verify(result, model, step, gpu=gpu, progress=progress) for result in study.policies
+                    result.policy: verify(result, model, step, gpu=gpu, allocator=allocator, progress=progress)
+                    for result in study.policies
                 }
         if arguments.json is None:
             print_study(study, make_console(), verified)

@@ -12,6 +12,7 @@ from typing import Any
 from metapeak.strategies.attention import ATTENTION
 from metapeak.strategies.gradient_checkpointing import parse_policy, strategy_for
 from metapeak.strategies.optimizer import IMPLEMENTATIONS, OPTIMIZERS
+from metapeak.tracer.device.allocator_config import AllocatorConfig, parse_allocator_config
 from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.gpus import Gpu, find_gpu, gpu_of_memory
 from metapeak.tracer.simulation import Option
@@ -57,6 +58,10 @@ SETTINGS = (
     Setting(
         name="attention", kind=str, default=None, help="default: as CUDA would choose for the GPU",
         choices=tuple(ATTENTION),
+    ),
+    Setting(
+        name="allocator_config", kind=str, default=None,
+        help="settings of the caching allocator as in PYTORCH_CUDA_ALLOC_CONF, say expandable_segments:True",
     ),
     Setting(name="gpu", kind=str, default=None, help="a name from `metapeak gpus`, for the verdict"),
     Setting(name="gpu_memory", kind=str, default=None, help="usable memory instead of a GPU's name, as 24GiB"),
@@ -163,6 +168,17 @@ def strategies_of(options: Mapping[str, Option]) -> list:
     """The strategies that the options ask for. Raises InputError for a policy that does not exist."""
     strategy = strategy_for(parse_policy(options["checkpointing"].value))
     return [strategy] if strategy is not None else []
+
+
+def allocator_of(options: Mapping[str, Option]) -> AllocatorConfig:
+    """The allocator's settings. Raises InputError or UnknownName for those that PyTorch has not or that need a GPU."""
+    config = parse_allocator_config(options["allocator_config"].value or "")
+    if config.memory_fraction < 1:
+        raise InputError(
+            f"per_process_memory_fraction:{config.memory_fraction:g} only lowers what the job may use. "
+            "Leave it out and give that size as --gpu-memory."
+        )
+    return config
 
 
 def memory_of(text: str) -> int:

@@ -25,6 +25,7 @@ from metapeak.strategies.gradient_checkpointing import (
     policy_regions,
 )
 from metapeak.strategies.recompute import Region, checkpointed, regions_of
+from metapeak.tracer.device.allocator_config import DEFAULT_CONFIG, AllocatorConfig
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.flops import operation_flops
 from metapeak.tracer.gpus import Gpu
@@ -110,6 +111,7 @@ def study_checkpointing(
     *,
     budget_bytes: int | None = None,
     gpu: Gpu | None = None,
+    allocator: AllocatorConfig = DEFAULT_CONFIG,
     options=None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> CheckpointStudy:
@@ -120,9 +122,9 @@ def study_checkpointing(
     plan stays under the budget, with the least peak that one can reach and what holds it; and what `simulate` raises.
     """
     strategy = GradientCheckpointing(policy=Nothing())
-    simulation = simulate(model, step, [strategy], gpu=gpu, options=options, progress=progress)
+    simulation = simulate(model, step, [strategy], gpu=gpu, allocator=allocator, options=options, progress=progress)
     progress("comparing policies")
-    judge = _Judge(simulation.graph, compute_capability_of(gpu))
+    judge = _Judge(simulation.graph, compute_capability_of(gpu), allocator)
     compared = [Nothing(), EveryBlock(), EveryNth(2), EveryNth(4), SelectiveTorchtitan(), Offload(), *policies]
     results = {policy.name: judge.policy(policy) for policy in compared}
     candidates = judge.candidates(EveryBlock().modules(judge.graph))
@@ -151,10 +153,12 @@ def plan_under(graph: StepGraph, budget_bytes: int) -> Plan:
 class _Judge:
     """Scores sets of modules on one recorded step."""
 
-    def __init__(self, graph: StepGraph, compute_capability: tuple[int, int]):
+    def __init__(
+        self, graph: StepGraph, compute_capability: tuple[int, int], allocator: AllocatorConfig = DEFAULT_CONFIG
+    ):
         self.graph = graph
         self.flops = operation_flops(graph)
-        self._capability = compute_capability
+        self._capability, self._allocator = compute_capability, allocator
         self._plain = graph.liveness()
         self._last = int(self._plain.op_iteration.max())
         self._step_flops = int(self.flops[self._plain.op_iteration == self._last].sum())
@@ -176,7 +180,7 @@ class _Judge:
         return PolicyResult(
             policy=name,
             plan=plan,
-            rank=RankResult(rank=0, count=1, coordinates={}, liveness=liveness),
+            rank=RankResult(rank=0, count=1, coordinates={}, liveness=liveness, allocator=self._allocator),
             saved_bytes=saved_bytes(liveness),
             host_bytes=host_bytes,
             recompute_flops=again,
@@ -268,11 +272,13 @@ def verify(
     step: StepSpec | None = None,
     *,
     gpu: Gpu | None = None,
+    allocator: AllocatorConfig = DEFAULT_CONFIG,
     progress: Callable[[str], None] = lambda what: None,
 ) -> RankResult:
     """The policy with the real torch.utils.checkpoint around its modules, traced anew: the oracle of the rewrite."""
     progress(f"verifying {result.policy}")
-    return simulate(model, step, [CheckpointModules(plan=result.plan)], gpu=gpu, progress=progress).worst
+    strategies = [CheckpointModules(plan=result.plan)]
+    return simulate(model, step, strategies, gpu=gpu, allocator=allocator, progress=progress).worst
 
 
 def saved_bytes(liveness: Liveness) -> int:
