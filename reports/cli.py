@@ -159,6 +159,41 @@ class Checkpointing:
         return DONE
 
 
+class Replay:
+    """`metapeak replay SNAPSHOT...`: recorded allocator histories replayed and compared."""
+
+    name = "replay"
+    help = "recorded allocator histories (memory snapshots) replayed: what matches, request by request"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "snapshots", metavar="SNAPSHOT", nargs="+", help="a file of torch.cuda.memory._dump_snapshot(), or .xz, .gz"
+        )
+        parser.add_argument("--blind", action="store_true", help="invent the addresses of segments")
+        parser.add_argument("--allocator-config", metavar="NAME", help="settings instead of the recorded ones")
+        parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - is stdout, alone")
+        parser.add_argument("--force", action="store_true", help="replace files that exist")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from metapeak.reports.files import check_writable, write_whole
+        from metapeak.reports.replay import print_replays, replay_files, replay_record
+
+        target = None
+        if arguments.json not in (None, "-"):
+            target = check_writable(arguments.json, force=arguments.force)
+        traces = replay_files(arguments.snapshots, blind=arguments.blind, settings=arguments.allocator_config)
+        if arguments.json is None:
+            print_replays(traces, make_console())
+            return DONE
+        text = json.dumps(replay_record(traces), indent=2) + "\n"
+        if target is None:
+            sys.stdout.write(text)
+        else:
+            write_whole(target, text)
+            print(f"wrote {target}", file=sys.stderr)
+        return DONE
+
+
 class Models:
     """`metapeak models`: the built-in catalogue of model configs."""
 
@@ -199,7 +234,7 @@ class Gpus:
         return DONE
 
 
-COMMANDS = (Estimate(), Checkpointing(), Models(), Gpus())
+COMMANDS = (Estimate(), Checkpointing(), Replay(), Models(), Gpus())
 
 
 def quiet_transformers() -> None:
