@@ -1,8 +1,8 @@
 """Pickles that hold nothing but plain data, read without running anything.
 
 A pickle is a program: its opcodes may import and call whatever they name. Here every opcode is looked at before the
-first one runs, and only those that build dictionaries, lists, tuples, texts, numbers, booleans and None are let through.
-What is left cannot import, call or reserve memory that the file does not fill.
+first one runs, and only those that build dictionaries, lists, tuples, texts, numbers, booleans and None are let
+through. What is left cannot import, call or reserve memory that the file does not fill.
 
 Source: the opcodes of Lib/pickletools.py; what a memory snapshot holds is what torch's viewer accepts.
 """
