@@ -89,21 +89,23 @@ def parse_allocator_config(text: str) -> AllocatorConfig:
     Raises UnknownName for a key that PyTorch has not, InputError for a value that it would refuse and for a backend
     other than the native one.
     """
-    config = AllocatorConfig(text=text)
-    given: set[str] = set()
-    for key, value in _pairs(text):
+    pairs = _pairs(text)
+    for key, _ in pairs:
         if key not in _KEYS:
             raise UnknownName("allocator setting", key, _KEYS, f"In '{text}'; they are written key:value,key:value.")
-        given.add(key)
+    # The size of large segments is read first, wherever it stands: other sizes are held against it and follow it.
+    pairs.sort(key=lambda pair: pair[0] != "large_segment_size_mb")
+    config = AllocatorConfig(text=text)
+    for key, value in pairs:
         config = replace(config, **_KEYS[key](key, value))
+        if key == "large_segment_size_mb":
+            config = replace(config, max_non_split_rounding_bytes=config.large_segment_bytes)
         _check_least(key, config)
-    if "max_non_split_rounding_mb" not in given:  # it follows the size of large segments unless it is given
-        config = replace(config, max_non_split_rounding_bytes=config.large_segment_bytes)
     return config
 
 
 def _check_least(key: str, config: AllocatorConfig) -> None:
-    """Sizes above which nothing is split are at least a large segment, as set so far."""
+    """Sizes above which nothing is split are at least a large segment."""
     sizes = {
         "max_split_size_mb": config.max_split_bytes,
         "max_non_split_rounding_mb": config.max_non_split_rounding_bytes,
