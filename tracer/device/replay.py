@@ -7,14 +7,14 @@ how much, which block a request gets, what goes back to the driver.
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from metapeak.tracer.device.address_space import InventedAddresses, top_below
 from metapeak.tracer.device.allocator import CachingAllocator, OutOfMemory
-from metapeak.tracer.device.allocator_config import AllocatorConfig
+from metapeak.tracer.device.allocator_config import SMALL_BYTES, SMALL_SEGMENT_BYTES, AllocatorConfig
 from metapeak.tracer.device.blocks import (
     ALLOC,
     FREE,
@@ -148,9 +148,13 @@ class _RecordedDriver:
     refusals: int = 0
     due: int = 0
     released: int = 0
+    range_ahead: Callable[[], int | None] = lambda: None
 
-    def begin(self, script: Sequence[Entry], *, fails: bool) -> None:
-        self.script, self.fails = list(script), fails
+    def begin(
+        self, script: Sequence[Entry], *, fails: bool, range_ahead: Callable[[], int | None] = lambda: None
+    ) -> None:
+        """`range_ahead` says where the pool's next pages are recorded, for a range that this request may reserve."""
+        self.script, self.fails, self.range_ahead = list(script), fails, range_ahead
         self.refusals = self.due = self.released = 0
 
     def allocate(self, nbytes: int) -> int | None:
@@ -162,8 +166,8 @@ class _RecordedDriver:
         return entry.address if entry is not None and entry.size == nbytes and not self.blind else address
 
     def reserve_range(self) -> int:
-        growths = [entry for entry in self.script if entry.action == SEGMENT_MAP]
-        return growths[0].address if growths and not self.blind else self.invented.reserve_range()
+        address = None if self.blind else self.range_ahead()
+        return self.invented.reserve_range() if address is None else address
 
     def map(self, address: int, nbytes: int) -> bool:
         if self._refuses(nbytes):
@@ -212,7 +216,7 @@ class _Replay:
         capacity: int | None = None,
         emptied: Collection[int] = (),
     ):
-        self.history, self.blind, self.emptied = history, blind, emptied
+        self.history, self.config, self.blind, self.emptied = history, config, blind, emptied
         self.growths, self.releases, self.addresses = Tally(), Tally(), Tally()
         self.retried: list[int] = []  # entries at which cached segments went back for want of memory
         self.failed: list[int] = []
@@ -234,6 +238,7 @@ class _Replay:
         self._translation = _Translation()
         self._adopt(state, config)
         self._owner = _Owners(history, state)
+        self._maps = _Maps(history)
 
     def _adopt(self, state: StartState, config: AllocatorConfig) -> None:
         for segment in state.segments:
@@ -265,23 +270,24 @@ class _Replay:
         releases = [event for event in script if event.action in _RELEASES]
         growths = [event for event in script if event.action in _GROWTHS]
         fails = entry.action == OOM
-        by_program = index in self.emptied or not growths or self.allocator.fits(entry.size, entry.stream, owner)
-        if releases and not fails and by_program:  # a retry is followed by a growth that the cache could not serve
+        # A retry comes before a growth, or a failure, of what the cache could not serve.
+        by_program = index in self.emptied or not (growths or fails)
+        if releases and (by_program or self.allocator.fits(entry.size, entry.stream, owner)):
             self._empty_cache(releases)
             releases, script = [], growths
         if releases or fails:
             self.recorded_retries.append(index)
         if fails:
             self.recorded_ooms.append(index)
-        self.driver.begin(script, fails=fails)
+        small = self.config.round_size(entry.size) <= SMALL_BYTES
+        self.driver.begin(script, fails=fails, range_ahead=lambda: self._maps.first_after(index, entry.stream, small))
         self.log.clear()
-        retries = self.allocator.retries
         block = None
         try:
             block = self.allocator.malloc(entry.size, entry.stream, owner)
         except OutOfMemory:
             self.failed.append(index)
-        if self.allocator.retries != retries:
+        if block is None or any(action in _RELEASES for action, *_ in self.log):
             self.retried.append(index)
         self._compare(releases, growths)
         if fails:
@@ -350,6 +356,33 @@ class _Translation:
             return None
         base = self._ours[index]
         return self._recorded[base] + address - base
+
+
+class _Maps:
+    """Where pages are mapped next for a pool: the start of a range that is reserved now.
+
+    A range can be reserved long before: a request that fails leaves the one that it reserved.
+    """
+
+    def __init__(self, history: DeviceHistory):
+        self._found: dict[tuple[int, bool], tuple[list[int], list[int]]] = {}
+        script: list[Entry] = []
+        for index, entry in enumerate(history.entries):
+            if entry.action == SEGMENT_MAP:
+                script.append(entry)
+            elif entry.action == ALLOC:
+                for event in script:
+                    key = (event.stream, event.size == SMALL_SEGMENT_BYTES)
+                    indices, addresses = self._found.setdefault(key, ([], []))
+                    indices.append(index)
+                    addresses.append(event.address)
+                script = []
+
+    def first_after(self, index: int, stream: int, small: bool) -> int | None:
+        """The address of the first mapping of the pool at or after entry `index`."""
+        indices, addresses = self._found.get((stream, small), ([], []))
+        at = bisect_left(indices, index)
+        return addresses[at] if at < len(addresses) else None
 
 
 class _Owners:

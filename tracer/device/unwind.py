@@ -28,6 +28,7 @@ from metapeak.tracer.device.blocks import (
 from metapeak.tracer.device.snapshot_reader import DeviceHistory, Entry
 from metapeak.tracer.errors import InputError
 
+_NEAR_BYTES = 64 << 30
 _GRANULE = SMALL_SEGMENT_BYTES  # pages are multiples of it
 
 
@@ -65,7 +66,7 @@ class StartState:
 
 def start_state(history: DeviceHistory, config: AllocatorConfig) -> StartState:
     """The state before the first event of `history`. Raises InputError when its events contradict its segments."""
-    classes = _ExpandableClasses(history)
+    classes = _ExpandableClasses(history, config)
     segments: dict[int, tuple[int, PoolKey]] = {}
     granules: dict[int, PoolKey] = {}
     live: dict[int, _Live] = {}
@@ -129,10 +130,12 @@ def _contradiction(history: DeviceHistory, index: int, what: str) -> InputError:
 class _ExpandableClasses:
     """To which pool the pages of an unmapping belong, which its event does not say.
 
-    Ranges are reserved wider than the device's memory, so the nearest page whose pool is known is of the same range.
+    What is no whole number of the large pool's pages is of the small one. Else, since ranges are reserved wider than
+    the device's memory, a page whose pool is known and that is near is of the same range.
     """
 
-    def __init__(self, history: DeviceHistory):
+    def __init__(self, history: DeviceHistory, config: AllocatorConfig):
+        self._large_page = config.page_bytes(small=False)
         known = {}
         for segment in history.segments:
             if segment.expandable:
@@ -150,11 +153,18 @@ class _ExpandableClasses:
 
     def of(self, entry: Entry) -> PoolKey:
         index = bisect_left(self._addresses, entry.address)
-        near = [a for a in self._addresses[max(index - 1, 0) : index + 1] if self._known[a].stream == entry.stream]
-        if near:
+        near = self._addresses[max(index - 1, 0) : index + 1]
+        near = [
+            address
+            for address in near
+            if self._known[address].stream == entry.stream and abs(address - entry.address) < _NEAR_BYTES
+        ]
+        if entry.size % self._large_page:
+            key = PoolKey(entry.owner or 0, True, entry.stream)
+        elif near:
             key = self._known[min(near, key=lambda address: abs(address - entry.address))]
         else:
-            key = PoolKey(entry.owner or 0, entry.size % (10 * _GRANULE) != 0, entry.stream)
+            key = PoolKey(entry.owner or 0, False, entry.stream)
         self.lowest[key] = min(self.lowest.get(key, entry.address), entry.address)
         return key
 
