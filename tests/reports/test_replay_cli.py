@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,7 +92,4 @@ def test_it_needs_no_torch():
     done = metapeak("replay", FILES[0], "--json", "-")
     assert done.returncode == 0 and done.stderr == ""
     code = "import sys; from metapeak.reports.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    import subprocess
-    import sys
-
     assert subprocess.run([sys.executable, "-c", code, "replay", FILES[0]], capture_output=True).returncode == 0
