@@ -35,14 +35,21 @@ class Estimate:
     def run(self, arguments: argparse.Namespace) -> int:
         from metapeak.reports.data import record_of
         from metapeak.reports.files import check_writable, write_whole
-        from metapeak.reports.options import gpu_of, model_spec, resolve_options, step_spec, strategies_of
+        from metapeak.reports.options import (
+            allocator_of,
+            gpu_of,
+            model_spec,
+            resolve_options,
+            step_spec,
+            strategies_of,
+        )
         from metapeak.reports.progress import Progress
         from metapeak.strategies import simulate
         from metapeak.tracer.simulation import Verdict
 
         quiet_transformers()
         options = resolve_options(arguments)
-        gpu = gpu_of(options)
+        gpu, allocator = gpu_of(options), allocator_of(options)
         if arguments.require_fit and gpu is None:
             raise InputError("--require-fit needs --gpu or --gpu-memory to fit into.")
         target = None
@@ -54,6 +61,7 @@ class Estimate:
                 step_spec(options),
                 strategies_of(options),
                 gpu=gpu,
+                allocator=allocator,
                 options=options,
                 progress=progress,
             )
@@ -95,6 +103,7 @@ class Checkpointing:
         from metapeak.reports.checkpointing import print_study, study_record
         from metapeak.reports.files import check_writable, write_whole
         from metapeak.reports.options import (
+            allocator_of,
             gpu_of,
             memory_of,
             model_spec,
@@ -108,7 +117,7 @@ class Checkpointing:
 
         quiet_transformers()
         options = resolve_options(arguments)
-        gpu = gpu_of(options)
+        gpu, allocator = gpu_of(options), allocator_of(options)
         budget = memory_of(arguments.budget) if arguments.budget else None
         if arguments.plan and budget is None and gpu is None:
             raise InputError("--plan needs --budget, --gpu or --gpu-memory to plan for.")
@@ -128,13 +137,16 @@ class Checkpointing:
                 strategies=strategies,
                 budget_bytes=budget,
                 gpu=gpu,
+                allocator=allocator,
                 options=options,
                 progress=progress,
             )
             verified = None
             if arguments.verify:
                 verified = {
-                    result.policy: verify(result, model, step, strategies=strategies, gpu=gpu, progress=progress)
+                    result.policy: verify(
+                        result, model, step, strategies=strategies, gpu=gpu, allocator=allocator, progress=progress
+                    )
                     for result in study.policies
                 }
         if arguments.json is None:
@@ -242,6 +254,41 @@ class Validate:
         return DONE
 
 
+class Replay:
+    """`metapeak replay SNAPSHOT...`: recorded allocator histories replayed and compared."""
+
+    name = "replay"
+    help = "recorded allocator histories (memory snapshots) replayed: what matches, request by request"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "snapshots", metavar="SNAPSHOT", nargs="+", help="a file of torch.cuda.memory._dump_snapshot(), or .xz, .gz"
+        )
+        parser.add_argument("--blind", action="store_true", help="invent the addresses of segments")
+        parser.add_argument("--allocator-config", metavar="NAME", help="settings instead of the recorded ones")
+        parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - is stdout, alone")
+        parser.add_argument("--force", action="store_true", help="replace files that exist")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from metapeak.reports.files import check_writable, write_whole
+        from metapeak.reports.replay import print_replays, replay_files, replay_record
+
+        target = None
+        if arguments.json not in (None, "-"):
+            target = check_writable(arguments.json, force=arguments.force)
+        traces = replay_files(arguments.snapshots, blind=arguments.blind, settings=arguments.allocator_config)
+        if arguments.json is None:
+            print_replays(traces, make_console())
+            return DONE
+        text = json.dumps(replay_record(traces), indent=2) + "\n"
+        if target is None:
+            sys.stdout.write(text)
+        else:
+            write_whole(target, text)
+            print(f"wrote {target}", file=sys.stderr)
+        return DONE
+
+
 class Models:
     """`metapeak models`: the built-in catalogue of model configs."""
 
@@ -282,7 +329,7 @@ class Gpus:
         return DONE
 
 
-COMMANDS = (Estimate(), Checkpointing(), Footprints(), Validate(), Models(), Gpus())
+COMMANDS = (Estimate(), Checkpointing(), Footprints(), Validate(), Replay(), Models(), Gpus())
 
 
 def quiet_transformers() -> None:

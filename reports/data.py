@@ -70,7 +70,7 @@ def _rank(rank: RankResult) -> dict[str, Any]:
         "peak": {
             "requested_bytes": rank.requested_bytes,
             "allocated_bytes": rank.allocated_bytes,
-            "reserved_bytes": None,
+            "reserved_bytes": rank.reserved_bytes,
             "device_bytes": None,
         },
         "peak_at": {

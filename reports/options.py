@@ -20,6 +20,7 @@ from metapeak.strategies.precision import AUTOCAST_REGIONS, PRECISIONS
 from metapeak.strategies.presets import PRESETS, filled_in
 from metapeak.strategies.quantization.options import quantization_strategies
 from metapeak.strategies.quantization.schemes import GPTQ_KERNELS, SCHEMES, STORAGE_DTYPES
+from metapeak.tracer.device.allocator_config import AllocatorConfig, parse_allocator_config
 from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.gpus import Gpu, find_gpu, gpu_of_memory
 from metapeak.tracer.simulation import Option
@@ -192,6 +193,10 @@ SETTINGS = (
     Setting(
         name="keep_outputs", kind=bool, default=False,
         help="the training loop holds the model's outputs (logits) until the next iteration's",
+    ),
+    Setting(
+        name="allocator_config", kind=str, default=None,
+        help="settings of the caching allocator as in PYTORCH_CUDA_ALLOC_CONF, say expandable_segments:True",
     ),
     Setting(name="gpu", kind=str, default=None, help="a name from `metapeak gpus`, for the verdict"),
     Setting(name="gpu_memory", kind=str, default=None, help="usable memory instead of a GPU's name, as 24GiB"),
@@ -393,6 +398,17 @@ def model_strategies(options: Mapping[str, Option]) -> list[Strategy]:
     loss = loss_strategy(values["loss"], values["loss_chunk_tokens"], values["keep_outputs"])
     # The base is loaded quantised, its loss path chosen; then it gets adapters.
     return [*quantization_strategies(values), *([loss] if loss is not None else []), *method_strategies(values)]
+
+
+def allocator_of(options: Mapping[str, Option]) -> AllocatorConfig:
+    """The allocator's settings. Raises InputError or UnknownName for those that PyTorch has not or that need a GPU."""
+    config = parse_allocator_config(options["allocator_config"].value or "")
+    if config.memory_fraction < 1:
+        raise InputError(
+            f"per_process_memory_fraction:{config.memory_fraction:g} only lowers what the job may use. "
+            "Leave it out and give that size as --gpu-memory."
+        )
+    return config
 
 
 def memory_of(text: str) -> int:

@@ -165,9 +165,15 @@ def _peak(rank: RankResult, console: Console) -> None:
     console.print(
         Text(
             f"  live {gib(rank.requested_bytes)} (traced) -> allocated {gib(rank.allocated_bytes)} "
-            "(derived: blocks of 512 bytes) -> reserved and device: not modelled yet"
+            f"(derived: allocator blocks) -> reserved {gib(rank.reserved_bytes)} "
+            f"(derived: {_allocator_words(rank)}) -> device: not modelled yet"
         )
     )
+
+
+def _allocator_words(rank: RankResult) -> str:
+    unfragmented = gib(rank.reservation.unfragmented_peak)
+    return f"segments, {rank.allocator.text or 'default settings'}; {unfragmented} without fragmentation"
 
 
 def _phases(rank: RankResult, console: Console) -> None:

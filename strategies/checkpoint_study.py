@@ -26,6 +26,7 @@ from metapeak.strategies.gradient_checkpointing import (
     policy_regions,
 )
 from metapeak.strategies.recompute import Region, checkpointed, regions_of
+from metapeak.tracer.device.allocator_config import DEFAULT_CONFIG, AllocatorConfig
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.flops import operation_flops
 from metapeak.tracer.gpus import Gpu
@@ -112,6 +113,7 @@ def study_checkpointing(
     strategies: Sequence[Strategy] = (),
     budget_bytes: int | None = None,
     gpu: Gpu | None = None,
+    allocator: AllocatorConfig = DEFAULT_CONFIG,
     options=None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> CheckpointStudy:
@@ -123,9 +125,10 @@ def study_checkpointing(
     plan stays under the budget, with the least peak that one can reach and what holds it; and what `simulate` raises.
     """
     strategy = GradientCheckpointing(policy=Nothing())
-    simulation = simulate(model, step, [*strategies, strategy], gpu=gpu, options=options, progress=progress)
+    applied = [*strategies, strategy]
+    simulation = simulate(model, step, applied, gpu=gpu, allocator=allocator, options=options, progress=progress)
     progress("comparing policies")
-    judge = _Judge(simulation.graph, compute_capability_of(gpu))
+    judge = _Judge(simulation.graph, compute_capability_of(gpu), allocator)
     compared = [Nothing(), EveryBlock(), EveryNth(2), EveryNth(4), SelectiveTorchtitan(), Offload(), *policies]
     results = {policy.name: judge.policy(policy) for policy in compared}
     candidates = judge.candidates(EveryBlock().modules(judge.graph))
@@ -154,10 +157,12 @@ def plan_under(graph: StepGraph, budget_bytes: int) -> Plan:
 class _Judge:
     """Scores sets of modules on one recorded step."""
 
-    def __init__(self, graph: StepGraph, compute_capability: tuple[int, int]):
+    def __init__(
+        self, graph: StepGraph, compute_capability: tuple[int, int], allocator: AllocatorConfig = DEFAULT_CONFIG
+    ):
         self.graph = graph
         self.flops = operation_flops(graph)
-        self._capability = compute_capability
+        self._capability, self._allocator = compute_capability, allocator
         self._plain = graph.liveness()
         self._last = int(self._plain.op_iteration.max())
         self._step_flops = int(self.flops[self._plain.op_iteration == self._last].sum())
@@ -179,7 +184,7 @@ class _Judge:
         return PolicyResult(
             policy=name,
             plan=plan,
-            rank=RankResult(rank=0, count=1, coordinates={}, liveness=liveness),
+            rank=RankResult(rank=0, count=1, coordinates={}, liveness=liveness, allocator=self._allocator),
             saved_bytes=saved_bytes(liveness),
             host_bytes=host_bytes,
             recompute_flops=again,
@@ -272,12 +277,13 @@ def verify(
     *,
     strategies: Sequence[Strategy] = (),
     gpu: Gpu | None = None,
+    allocator: AllocatorConfig = DEFAULT_CONFIG,
     progress: Callable[[str], None] = lambda what: None,
 ) -> RankResult:
     """The policy with the real torch.utils.checkpoint around its modules, traced anew: the oracle of the rewrite."""
     progress(f"verifying {result.policy}")
     applied = [*strategies, CheckpointModules(plan=result.plan)]
-    return simulate(model, step, applied, gpu=gpu, progress=progress).worst
+    return simulate(model, step, applied, gpu=gpu, allocator=allocator, progress=progress).worst
 
 
 def saved_bytes(liveness: Liveness) -> int:

@@ -14,6 +14,7 @@ from metapeak.strategies.optimizers import OptimizerMaker, check_optimizer, opti
 from metapeak.strategies.precision import check_precision, precision_notes, training_loop
 from metapeak.strategies.quantization.from_config import with_checkpoint_quantization
 from metapeak.strategies.quantization.strategy import check_base_is_frozen
+from metapeak.tracer.device.allocator_config import DEFAULT_CONFIG, AllocatorConfig
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.kernels import DEFAULT_COMPUTE_CAPABILITY, NOT_MODELLED, with_cublas_workspaces
@@ -31,14 +32,16 @@ def simulate(
     strategies: Sequence[Strategy] = (),
     *,
     gpu: Gpu | None = None,
+    allocator: AllocatorConfig | None = None,
     options: Mapping[str, Option] | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Simulation:
     """Peak memory of one training step of `model`, traced.
 
     Arguments: a model reference or ModelSpec, the step, strategies, the GPU to judge the result for (it also decides
-    kernels and workspaces; without one an NVIDIA GPU of compute capability 8.0 is assumed), the options as their
-    caller resolved them (recorded in the result with the origin of each), and a function told what is going on.
+    kernels and workspaces; without one an NVIDIA GPU of compute capability 8.0 is assumed), the settings of the caching
+    allocator (None: PyTorch's defaults), the options as their caller resolved them (recorded in the result with the
+    origin of each), and a function told what is going on.
 
     Raises ModelNotFound, ModelConfigError, UnknownName or InputError when the input cannot be used, and TraceError
     with op, module and reason when the model's step cannot be traced. It never falls back to an estimate.
@@ -118,7 +121,8 @@ def simulate(
     # Workspaces last: they depend on which products the rewritten step runs first.
     liveness = with_cublas_workspaces(liveness, capability)
     liveness.lint()
-    rank = RankResult(rank=0, count=1, coordinates={}, liveness=liveness)
+    rank = RankResult(rank=0, count=1, coordinates={}, liveness=liveness, allocator=allocator or DEFAULT_CONFIG)
+    _ = rank.reservation  # counted in the seconds of this stage
     seconds["liveness"] = time.perf_counter() - started
 
     assumptions = [*resolved.notes, *checkpoint_notes, *built.notes, *batch_notes, *precision, *answered]

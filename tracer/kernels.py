@@ -15,7 +15,6 @@ DEFAULT_COMPUTE_CAPABILITY = (8, 0)
 NOT_MODELLED = (
     "workspaces inside kernels other than cuBLAS (attention backward, embedding backward, convolution, reductions, "
     "indexing with masks)",
-    "reserved memory: fragmentation and segments of the caching allocator",
     "device overheads: CUDA context, communicators",
 )
 

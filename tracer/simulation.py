@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from metapeak.tracer.device.allocator_config import DEFAULT_CONFIG, AllocatorConfig
+from metapeak.tracer.device.reserve import AllocatorResult, reserve
 from metapeak.tracer.gpus import MIB, Gpu
 from metapeak.tracer.liveness import Category, Instant, Liveness, LiveTensor, PhasePeak
 
@@ -56,12 +59,21 @@ class How:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankResult:
-    """One distinct rank: how many ranks are like it, its coordinates in the layout, and its liveness."""
+    """One distinct rank: how many ranks are like it, its coordinates in the layout, and its liveness.
+
+    `allocator` are the settings of its caching allocator.
+    """
 
     rank: int
     count: int
     coordinates: Mapping[str, int]
     liveness: Liveness
+    allocator: AllocatorConfig = DEFAULT_CONFIG
+
+    @functools.cached_property
+    def reservation(self) -> AllocatorResult:
+        """The step through the caching allocator, on a device without end: nothing goes back for want of memory."""
+        return reserve(self.liveness, self.allocator)
 
     @property
     def peak_index(self) -> int:
@@ -74,11 +86,17 @@ class RankResult:
 
     @property
     def allocated_bytes(self) -> int:
-        """Largest sum of live allocator blocks (512 bytes), what torch.cuda.max_memory_allocated() prints.
+        """Largest sum of live allocator blocks, what torch.cuda.max_memory_allocated() prints.
 
-        Not modelled yet: blocks of the large pool that are handed out up to 1 MiB too large.
+        Blocks are multiples of 512 bytes, and in the large pool up to 1 MiB larger than that where the allocator does
+        not split them.
         """
-        return int(self.liveness.live_bytes(rounded=True).max())
+        return self.reservation.allocated_peak
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Largest sum of the allocator's segments, what torch.cuda.max_memory_reserved() prints."""
+        return self.reservation.reserved_peak
 
     @property
     def peak_at(self) -> Instant:

@@ -36,6 +36,9 @@ def test_json_holds_the_contract(qwen3):
     assert qwen3["model"]["architecture"] == "Qwen3ForCausalLM"
     assert qwen3["how"]["traced"] is True
     (rank,) = qwen3["ranks"]
+    peak = rank["peak"]
+    assert peak["requested_bytes"] <= peak["allocated_bytes"] <= peak["reserved_bytes"]
+    assert peak["reserved_bytes"] % (2 << 20) == 0
     assert sum(rank["breakdown"].values()) == rank["peak"]["requested_bytes"]
     assert set(rank["breakdown"]) == {
         "parameters",
@@ -92,7 +95,7 @@ def test_the_report_says_what_the_contract_wants_in_its_order():
         "Fits t4",
         "Peak at iteration",
         "gradients",
-        "reserved and device: not modelled yet",
+        "without fragmentation) -> device: not modelled yet",
         "Phases",
         "Between steps",
         "Largest alive at the peak",
@@ -144,6 +147,14 @@ BAD_INPUT = {
     "past the positions": (["openai-community/gpt2", "--seq-len", "2048"], ["2048", "1024"]),
     "unknown GPU": (["openai-community/gpt2", "--gpu", "rtx-4900"], ["rtx-4900", "rtx-4090"]),
     "unwritable output": (["openai-community/gpt2", "--json", "missing/out.json"], ["missing", "does not exist"]),
+    "unknown allocator setting": (
+        ["openai-community/gpt2", "--allocator-config", "expandable_segment:True"],
+        ["expandable_segment", "expandable_segments"],
+    ),
+    "allocator setting out of range": (
+        ["openai-community/gpt2", "--allocator-config", "max_split_size_mb:5"],
+        ["max_split_size_mb", "5", "20"],
+    ),
     "unknown policy": (["openai-community/gpt2", "--checkpointing", "half"], ["half", "full"]),
     "no such config file": (["openai-community/gpt2", "--config", "no.yaml"], ["no.yaml"]),
     "unknown option in a file": (["openai-community/gpt2", "--config", "odd.yaml"], ["batchsize", "batch_size"]),
