@@ -10,7 +10,7 @@ import numpy as np
 
 from metapeak.strategies.checkpoint_planner import least_peak, least_recompute
 from metapeak.strategies.checkpoint_table import CheckpointTable, checkpoint_table
-from metapeak.strategies.compose import compute_capability_of, simulate
+from metapeak.strategies.compose import simulate
 from metapeak.strategies.gradient_checkpointing import (
     CheckpointModules,
     EveryBlock,
@@ -29,7 +29,7 @@ from metapeak.tracer.errors import InputError
 from metapeak.tracer.flops import operation_flops
 from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.graph import StepGraph
-from metapeak.tracer.kernels import with_cublas_workspaces
+from metapeak.tracer.kernels import Device, KernelWorkspaces, device_of
 from metapeak.tracer.liveness import Category, Liveness, Phase
 from metapeak.tracer.simulation import CONTEXT_BYTES_RANGE, RankResult, Simulation
 from metapeak.tracer.spec import ModelSpec, StepSpec
@@ -122,7 +122,7 @@ def study_checkpointing(
     strategy = GradientCheckpointing(policy=Nothing())
     simulation = simulate(model, step, [strategy], gpu=gpu, options=options, progress=progress)
     progress("comparing policies")
-    judge = _Judge(simulation.graph, compute_capability_of(gpu))
+    judge = _Judge(simulation.graph, device_of(gpu))
     compared = [Nothing(), EveryBlock(), EveryNth(2), EveryNth(4), SelectiveTorchtitan(), Offload(), *policies]
     results = {policy.name: judge.policy(policy) for policy in compared}
     candidates = judge.candidates(EveryBlock().modules(judge.graph))
@@ -143,7 +143,7 @@ def study_checkpointing(
 
 def plan_under(graph: StepGraph, budget_bytes: int) -> Plan:
     """The plan with the least recompute whose peak stays under the budget. Raises InputError when there is none."""
-    judge = _Judge(graph, compute_capability_of(None))
+    judge = _Judge(graph, device_of(None))
     candidates = judge.candidates(EveryBlock().modules(graph))
     return judge.plan(candidates, checkpoint_table(graph, candidates), budget_bytes)
 
@@ -151,10 +151,10 @@ def plan_under(graph: StepGraph, budget_bytes: int) -> Plan:
 class _Judge:
     """Scores sets of modules on one recorded step."""
 
-    def __init__(self, graph: StepGraph, compute_capability: tuple[int, int]):
+    def __init__(self, graph: StepGraph, device: Device):
         self.graph = graph
         self.flops = operation_flops(graph)
-        self._capability = compute_capability
+        self._workspaces = KernelWorkspaces.of(graph, device)
         self._plain = graph.liveness()
         self._last = int(self._plain.op_iteration.max())
         self._step_flops = int(self.flops[self._plain.op_iteration == self._last].sum())
@@ -172,7 +172,7 @@ class _Judge:
     def _result(
         self, name: str, plan: Mapping[str, Any], liveness: Liveness, again: int, host_bytes: int = 0
     ) -> PolicyResult:
-        liveness = with_cublas_workspaces(liveness, self._capability)
+        liveness = self._workspaces.added_to(liveness)
         return PolicyResult(
             policy=name,
             plan=plan,

@@ -11,7 +11,7 @@ from metapeak.strategies.base import Strategy
 from metapeak.strategies.optimizer import check_optimizer, optimizer_maker
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.gpus import Gpu
-from metapeak.tracer.kernels import DEFAULT_COMPUTE_CAPABILITY, NOT_MODELLED, with_cublas_workspaces
+from metapeak.tracer.kernels import DEFAULT_COMPUTE_CAPABILITY, NOT_MODELLED, KernelWorkspaces, device_of
 from metapeak.tracer.simulation import How, ModelSummary, Option, RankResult, Simulation, verdict_for
 from metapeak.tracer.spec import ModelSpec, StepSpec
 
@@ -96,8 +96,9 @@ def simulate(
     liveness = graph.liveness()
     for strategy in strategies:
         liveness = strategy.rewrite(liveness, graph)
-    # Workspaces last: they depend on which products the rewritten step runs first.
-    liveness = with_cublas_workspaces(liveness, capability)
+    # Workspaces last: what the rewritten step runs again takes its workspace again.
+    workspaces = KernelWorkspaces.of(graph, device_of(gpu))
+    liveness = workspaces.added_to(liveness)
     liveness.lint()
     rank = RankResult(rank=0, count=1, coordinates={}, liveness=liveness)
     seconds["liveness"] = time.perf_counter() - started
@@ -115,7 +116,7 @@ def simulate(
             transformers=transformers.__version__,
             seconds=seconds,
             assumptions=tuple(dict.fromkeys(assumptions)),
-            not_modelled=NOT_MODELLED,
+            not_modelled=(*workspaces.not_modelled(), *NOT_MODELLED),
         ),
         ranks=(rank,),
         fit=verdict_for(gpu, rank.allocated_bytes) if gpu else None,
