@@ -13,7 +13,8 @@ from metapeak.strategies.attention import ATTENTION
 from metapeak.strategies.gradient_checkpointing import parse_policy, strategy_for
 from metapeak.strategies.optimizer import IMPLEMENTATIONS, OPTIMIZERS
 from metapeak.tracer.errors import InputError, UnknownName
-from metapeak.tracer.gpus import Gpu, find_gpu, gpu_of_memory
+from metapeak.tracer.gpus import Gpu, gpu_of_memory
+from metapeak.tracer.mig import find_gpu_or_slice
 from metapeak.tracer.simulation import Option
 from metapeak.tracer.spec import ModelSpec, OptimizerSpec, StepSpec
 
@@ -58,8 +59,11 @@ SETTINGS = (
         name="attention", kind=str, default=None, help="default: as CUDA would choose for the GPU",
         choices=tuple(ATTENTION),
     ),
-    Setting(name="gpu", kind=str, default=None, help="a name from `metapeak gpus`, for the verdict"),
-    Setting(name="gpu_memory", kind=str, default=None, help="usable memory instead of a GPU's name, as 24GiB"),
+    Setting(name="gpu", kind=str, default=None, help="a name from `metapeak gpus`, CARD:PROFILE for a MIG slice"),
+    Setting(
+        name="gpu_memory", kind=str, default=None,
+        help="instead of a GPU's name: all memory that torch sees of it (total_memory), as 24GiB",
+    ),
     Setting(name="trust_remote_code", kind=bool, default=False, help="run the model code of the repository"),
 )  # fmt: skip
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
@@ -176,5 +180,5 @@ def gpu_of(options: Mapping[str, Option]) -> Gpu | None:
     if name is not None and memory is not None:
         raise InputError("Give either --gpu or --gpu-memory, not both.")
     if name is not None:
-        return find_gpu(name)
+        return find_gpu_or_slice(name)
     return gpu_of_memory(memory) if memory is not None else None

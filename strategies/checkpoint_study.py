@@ -25,13 +25,14 @@ from metapeak.strategies.gradient_checkpointing import (
     policy_regions,
 )
 from metapeak.strategies.recompute import Region, checkpointed, regions_of
+from metapeak.tracer.device.overheads import overheads
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.flops import operation_flops
 from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.graph import StepGraph
 from metapeak.tracer.kernels import Device, KernelWorkspaces, device_of
 from metapeak.tracer.liveness import Category, Liveness, Phase
-from metapeak.tracer.simulation import CONTEXT_BYTES_RANGE, RankResult, Simulation
+from metapeak.tracer.simulation import RankResult, Simulation
 from metapeak.tracer.spec import ModelSpec, StepSpec
 
 # How far the 512-byte rounding of every live storage may lift allocated over requested before a plan is solved again.
@@ -116,8 +117,9 @@ def study_checkpointing(
     """Compare policies (none, full, every second and fourth block, torchtitan's selective one, offload, and `policies`)
     on one traced step.
 
-    `budget_bytes`, or else the GPU's usable memory less a CUDA context, asks for the plan. Raises InputError when no
-    plan stays under the budget, with the least peak that one can reach and what holds it; and what `simulate` raises.
+    `budget_bytes`, or else the GPU's usable memory less the most that context and libraries take, asks for the plan.
+    Raises InputError when no plan stays under the budget, with the least peak that one can reach and what
+    holds it; and what `simulate` raises.
     """
     strategy = GradientCheckpointing(policy=Nothing())
     simulation = simulate(model, step, [strategy], gpu=gpu, options=options, progress=progress)
@@ -127,7 +129,9 @@ def study_checkpointing(
     results = {policy.name: judge.policy(policy) for policy in compared}
     candidates = judge.candidates(EveryBlock().modules(judge.graph))
     table = checkpoint_table(judge.graph, candidates)
-    budget = budget_bytes if budget_bytes is not None else (gpu.usable_bytes - CONTEXT_BYTES_RANGE[1] if gpu else None)
+    budget = (
+        budget_bytes if budget_bytes is not None else (gpu.usable_bytes - overheads(gpu).high_bytes if gpu else None)
+    )
     progress("solving for the best plan")
     # A plan that moves bytes to the host costs transfers, which FLOPs do not show: it is compared, not ranked.
     ranked = [result for result in results.values() if not result.host_bytes]

@@ -9,6 +9,7 @@ from typing import Any
 from metapeak.strategies.attention import attention_of, check_attention, check_attention_dtype
 from metapeak.strategies.base import Strategy
 from metapeak.strategies.optimizer import check_optimizer, optimizer_maker
+from metapeak.tracer.device.overheads import overheads
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.kernels import DEFAULT_COMPUTE_CAPABILITY, NOT_MODELLED, KernelWorkspaces, device_of
@@ -100,7 +101,7 @@ def simulate(
     workspaces = KernelWorkspaces.of(graph, device_of(gpu))
     liveness = workspaces.added_to(liveness)
     liveness.lint()
-    rank = RankResult(rank=0, count=1, coordinates={}, liveness=liveness)
+    rank = RankResult(rank=0, count=1, coordinates={}, liveness=liveness, overheads=overheads(gpu))
     seconds["liveness"] = time.perf_counter() - started
 
     assumptions = [*resolved.notes, *built.notes, *batch_notes, *answered]
@@ -119,7 +120,7 @@ def simulate(
             not_modelled=(*workspaces.not_modelled(), *NOT_MODELLED),
         ),
         ranks=(rank,),
-        fit=verdict_for(gpu, rank.allocated_bytes) if gpu else None,
+        fit=verdict_for(gpu, rank.device_range) if gpu else None,
         graph=graph,
     )
 
