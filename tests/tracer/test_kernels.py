@@ -114,6 +114,17 @@ def test_foreach_norm_keeps_a_row_of_chunks_for_every_tensor():
     assert blocks("_foreach_norm.Scalar", tensors, outputs=[dense()] * 3) == [3 * 4 * F32]
 
 
+def test_a_variance_of_everything_stages_four_numbers():
+    """2^20 floats: 2,048 values for each of 512 threads, 128 blocks; mean, sum of squares and two counts."""
+    assert blocks("var.default", dense(1 << 20), True, outputs=[dense()]) == [16 * 128, 4]
+    assert blocks("var.correction", dense(1 << 20), [0], correction=1, outputs=[dense()]) == [16 * 128, 4]
+
+
+def test_a_maximum_of_two_tensors_is_elementwise():
+    assert blocks("max.other", dense(1 << 20), dense(1 << 20), outputs=[dense(1 << 20)]) == []
+    assert blocks("max.dim", dense(1 << 20), 0, outputs=[dense(), dense(dtype="int64")]) == [16 * 128, 4]
+
+
 def test_logsumexp_holds_maxima_and_exponentials():
     assert blocks("logsumexp.default", dense(8, 100), [-1], outputs=[dense(8)]) == [32, 3200]
 

@@ -164,16 +164,13 @@ def _efficient_blocks(head_dim: int, half: bool, device: Device) -> tuple[int, i
 def sdpa_efficient_backward(call: Call) -> list[int]:
     """Tensors are [B, H, S, D]; the gradient has to be dense as [B, S, H, D], else it is copied.
 
-    A gradient for the mask has its last dimension rounded up to 16: the extra columns.
+    A gradient for the mask has its last dimension rounded up to 16, which the traced result has already.
     """
-    grad, query, key, value, bias = call.args[:5]
+    grad, query, key, value = call.args[:4]
     (batch, heads, queries, head_dim), keys, value_dim = query.shape, key.shape[2], value.shape[3]
     blocks = efficient_backward_workspace(
         batch, queries, keys, heads, head_dim, value_dim, half=query.itemsize == 2, device=call.device
     )
-    wants = call.arg(10, "grad_input_mask", ())
-    if bias is not None and len(wants) == 4 and wants[3]:
-        blocks.append(bias.nbytes // keys * (_up(keys, 16) - keys))
     return [grad.transposed(1, 2).contiguous_copy_bytes, *blocks]
 
 

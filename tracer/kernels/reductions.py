@@ -208,7 +208,8 @@ def extreme_with_index(call: Call) -> list[int]:
 def variance(call: Call) -> list[int]:
     """Welford's four numbers, 16 bytes. Source: ReduceMomentKernel.cu, SharedReduceOps.h (WelfordData)."""
     tensor = call.args[0]
-    dims = _dims(call, 1, tensor) if call.overload in ("dim", "correction", "default") else []
+    whole = call.overload == "default"  # its second argument is no dimension
+    dims = list(range(len(tensor.shape))) if whole else _dims(call, 1, tensor)
     return reduction_workspace(tensor, dims, call.device, 16 if tensor.itemsize <= 4 else 32)
 
 

@@ -96,22 +96,11 @@ class _Reader:
         self._known: dict[tuple, tuple[int, ...]] = {}
 
     def blocks(self, node: int, rule: Callable) -> tuple[int, ...]:
-        graph = self._graph
-        args = self._plain(graph.args[node])
-        kwargs = {name: self._plain(value) for name, value in graph.kwargs[node].items()}
-        outputs = tuple(self._tensor(value) for value in self._outputs.get(node, ()))
-        key = (graph.op[node], args, tuple(sorted(kwargs.items())), outputs)
-        try:
-            known = self._known.get(key)
-        except TypeError:  # an argument that cannot be hashed
-            known, key = None, None
-        if known is not None:
-            return known
-        call = Call(op=graph.op_names[graph.op[node]], args=args, kwargs=kwargs, outputs=outputs, device=self._device)
-        sizes = tuple(int(nbytes) for nbytes in rule(call) if nbytes)
-        if key is not None:
-            self._known[key] = sizes
-        return sizes
+        call = self.call(node)
+        key = (call.op, call.args, tuple(sorted(call.kwargs.items())), call.outputs)
+        if key not in self._known:
+            self._known[key] = tuple(int(nbytes) for nbytes in rule(call) if nbytes)
+        return self._known[key]
 
     def call(self, node: int) -> Call:
         graph = self._graph
