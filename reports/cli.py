@@ -321,11 +321,14 @@ class Gpus:
     def run(self, arguments: argparse.Namespace) -> int:
         from metapeak.reports.catalogues import gpu_records, print_gpus
         from metapeak.tracer.gpus import all_gpus
+        from metapeak.tracer.mig import all_slices
+
+        gpus = (*all_gpus(), *all_slices())
 
         if arguments.json:
-            print(json.dumps(gpu_records(all_gpus()), indent=2))
+            print(json.dumps(gpu_records(gpus), indent=2))
         else:
-            print_gpus(all_gpus(), make_console())
+            print_gpus(gpus, make_console())
         return DONE
 
 

@@ -71,7 +71,8 @@ def _rank(rank: RankResult) -> dict[str, Any]:
             "requested_bytes": rank.requested_bytes,
             "allocated_bytes": rank.allocated_bytes,
             "reserved_bytes": rank.reserved_bytes,
-            "device_bytes": None,
+            "device_bytes": rank.device_bytes,
+            "device_range": _range(*rank.device_range),
         },
         "peak_at": {
             "iteration": peak_at.iteration,
@@ -80,7 +81,10 @@ def _rank(rank: RankResult) -> dict[str, Any]:
             "module": peak_at.module,
         },
         "breakdown": {CATEGORY_NAMES[category]: nbytes for category, nbytes in rank.breakdown.items()},
-        "overheads": {},
+        "overheads": {
+            item.name: {**_range(item.low_bytes, item.high_bytes), "tag": item.tag, "source": item.source}
+            for item in rank.overheads.items
+        },
         "phases": [
             {
                 "iteration": phase.iteration,
@@ -107,6 +111,10 @@ def _rank(rank: RankResult) -> dict[str, Any]:
     }
 
 
+def _range(low: int, high: int) -> dict[str, int]:
+    return {"low": low, "high": high}
+
+
 def _fit(simulation: Simulation) -> dict[str, Any] | None:
     if simulation.fit is None:
         return None
@@ -115,6 +123,8 @@ def _fit(simulation: Simulation) -> dict[str, Any] | None:
         "capacity_bytes": simulation.fit.gpu.usable_bytes,
         "verdict": simulation.fit.verdict.value,
         "headroom_bytes": simulation.fit.headroom_bytes,
+        "device_range": _range(*simulation.fit.device_range),
+        "capacity_from": simulation.fit.gpu.usable_from,
     }
 
 

@@ -22,7 +22,8 @@ from metapeak.strategies.quantization.options import quantization_strategies
 from metapeak.strategies.quantization.schemes import GPTQ_KERNELS, SCHEMES, STORAGE_DTYPES
 from metapeak.tracer.device.allocator_config import AllocatorConfig, parse_allocator_config
 from metapeak.tracer.errors import InputError, UnknownName
-from metapeak.tracer.gpus import Gpu, find_gpu, gpu_of_memory
+from metapeak.tracer.gpus import Gpu, gpu_of_memory
+from metapeak.tracer.mig import find_gpu_or_slice
 from metapeak.tracer.simulation import Option
 from metapeak.tracer.spec import ModelSpec, OptimizerSpec, StepSpec
 
@@ -198,8 +199,11 @@ SETTINGS = (
         name="allocator_config", kind=str, default=None,
         help="settings of the caching allocator as in PYTORCH_CUDA_ALLOC_CONF, say expandable_segments:True",
     ),
-    Setting(name="gpu", kind=str, default=None, help="a name from `metapeak gpus`, for the verdict"),
-    Setting(name="gpu_memory", kind=str, default=None, help="usable memory instead of a GPU's name, as 24GiB"),
+    Setting(name="gpu", kind=str, default=None, help="a name from `metapeak gpus`, CARD:PROFILE for a MIG slice"),
+    Setting(
+        name="gpu_memory", kind=str, default=None,
+        help="instead of a GPU's name: all memory that torch sees of it (total_memory), as 24GiB",
+    ),
     Setting(name="trust_remote_code", kind=bool, default=False, help="run the model code of the repository"),
 )  # fmt: skip
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
@@ -422,5 +426,5 @@ def gpu_of(options: Mapping[str, Option]) -> Gpu | None:
     if name is not None and memory is not None:
         raise InputError("Give either --gpu or --gpu-memory, not both.")
     if name is not None:
-        return find_gpu(name)
+        return find_gpu_or_slice(name)
     return gpu_of_memory(memory) if memory is not None else None

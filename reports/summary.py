@@ -129,16 +129,13 @@ def _verdict(simulation: Simulation, rank: RankResult, console: Console) -> None
     if fit is None:
         console.print(Text.assemble(("Needs ", "bold"), (f"{gib(rank.allocated_bytes)} GiB", "bold"), " allocated"))
         return
+    low, high = fit.device_range
     usable = f"usable {gib(fit.gpu.usable_bytes)} GiB ({fit.gpu.usable_from})"
-    rest = (
-        f"{gib(fit.headroom_bytes)} GiB left for the CUDA context and fragmentation"
-        if fit.headroom_bytes >= 0
-        else f"{gib(-fit.headroom_bytes)} GiB too much"
-    )
+    rest = f"{gib(abs(fit.headroom_bytes))} GiB " + ("left" if fit.headroom_bytes >= 0 else "too much")
     console.print(
         Text.assemble(
             (f"{_LABELS[fit.verdict]} {fit.gpu.id}", _STYLES[fit.verdict]),
-            f": needs {gib(rank.allocated_bytes)} GiB allocated, {usable}, {rest}",
+            f": needs {gib(rank.device_bytes)} GiB ({gib(low)} to {gib(high)}), {usable}, {rest}",
         )
     )
 
@@ -166,7 +163,8 @@ def _peak(rank: RankResult, console: Console) -> None:
         Text(
             f"  live {gib(rank.requested_bytes)} (traced) -> allocated {gib(rank.allocated_bytes)} "
             f"(derived: allocator blocks) -> reserved {gib(rank.reserved_bytes)} "
-            f"(derived: {_allocator_words(rank)}) -> device: not modelled yet"
+            f"(derived: {_allocator_words(rank)}) "
+            f"-> device {gib(rank.device_bytes)} ({_overheads(rank)})"
         )
     )
 
@@ -174,6 +172,15 @@ def _peak(rank: RankResult, console: Console) -> None:
 def _allocator_words(rank: RankResult) -> str:
     unfragmented = gib(rank.reservation.unfragmented_peak)
     return f"segments, {rank.allocator.text or 'default settings'}; {unfragmented} without fragmentation"
+
+
+def _overheads(rank: RankResult) -> str:
+    """What the driver shows beside segments: `assumed: cuda context 0.2 to 0.4, ...`."""
+    parts = [
+        f"{item.tag}: {item.name.replace('_', ' ')} {gib(item.low_bytes)} to {gib(item.high_bytes)}"
+        for item in rank.overheads.items
+    ]
+    return ", ".join(parts) or "no overheads counted"
 
 
 def _phases(rank: RankResult, console: Console) -> None:

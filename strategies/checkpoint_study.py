@@ -11,7 +11,7 @@ import numpy as np
 from metapeak.strategies.base import Strategy
 from metapeak.strategies.checkpoint_planner import least_peak, least_recompute
 from metapeak.strategies.checkpoint_table import CheckpointTable, checkpoint_table
-from metapeak.strategies.compose import compute_capability_of, simulate
+from metapeak.strategies.compose import simulate
 from metapeak.strategies.gradient_checkpointing import (
     CheckpointModules,
     EveryBlock,
@@ -27,13 +27,14 @@ from metapeak.strategies.gradient_checkpointing import (
 )
 from metapeak.strategies.recompute import Region, checkpointed, regions_of
 from metapeak.tracer.device.allocator_config import DEFAULT_CONFIG, AllocatorConfig
+from metapeak.tracer.device.overheads import overheads
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.flops import operation_flops
 from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.graph import StepGraph
-from metapeak.tracer.kernels import with_cublas_workspaces
+from metapeak.tracer.kernels import Device, KernelWorkspaces, device_of
 from metapeak.tracer.liveness import Category, Liveness, Phase
-from metapeak.tracer.simulation import CONTEXT_BYTES_RANGE, RankResult, Simulation
+from metapeak.tracer.simulation import RankResult, Simulation
 from metapeak.tracer.spec import ModelSpec, StepSpec
 
 # How far the 512-byte rounding of every live storage may lift allocated over requested before a plan is solved again.
@@ -121,19 +122,22 @@ def study_checkpointing(
     on one traced step.
 
     `strategies` come before the checkpoints: LoRA, say.
-    `budget_bytes`, or else the GPU's usable memory less a CUDA context, asks for the plan. Raises InputError when no
-    plan stays under the budget, with the least peak that one can reach and what holds it; and what `simulate` raises.
+    `budget_bytes`, or else the GPU's usable memory less the most that context and libraries take, asks for the plan.
+    Raises InputError when no plan stays under the budget, with the least peak that one can reach and what
+    holds it; and what `simulate` raises.
     """
     strategy = GradientCheckpointing(policy=Nothing())
     applied = [*strategies, strategy]
     simulation = simulate(model, step, applied, gpu=gpu, allocator=allocator, options=options, progress=progress)
     progress("comparing policies")
-    judge = _Judge(simulation.graph, compute_capability_of(gpu), allocator)
+    judge = _Judge(simulation.graph, device_of(gpu), allocator)
     compared = [Nothing(), EveryBlock(), EveryNth(2), EveryNth(4), SelectiveTorchtitan(), Offload(), *policies]
     results = {policy.name: judge.policy(policy) for policy in compared}
     candidates = judge.candidates(EveryBlock().modules(judge.graph))
     table = checkpoint_table(judge.graph, candidates)
-    budget = budget_bytes if budget_bytes is not None else (gpu.usable_bytes - CONTEXT_BYTES_RANGE[1] if gpu else None)
+    budget = (
+        budget_bytes if budget_bytes is not None else (gpu.usable_bytes - overheads(gpu).high_bytes if gpu else None)
+    )
     progress("solving for the best plan")
     # A plan that moves bytes to the host costs transfers, which FLOPs do not show: it is compared, not ranked.
     ranked = [result for result in results.values() if not result.host_bytes]
@@ -149,7 +153,7 @@ def study_checkpointing(
 
 def plan_under(graph: StepGraph, budget_bytes: int) -> Plan:
     """The plan with the least recompute whose peak stays under the budget. Raises InputError when there is none."""
-    judge = _Judge(graph, compute_capability_of(None))
+    judge = _Judge(graph, device_of(None))
     candidates = judge.candidates(EveryBlock().modules(graph))
     return judge.plan(candidates, checkpoint_table(graph, candidates), budget_bytes)
 
@@ -157,12 +161,10 @@ def plan_under(graph: StepGraph, budget_bytes: int) -> Plan:
 class _Judge:
     """Scores sets of modules on one recorded step."""
 
-    def __init__(
-        self, graph: StepGraph, compute_capability: tuple[int, int], allocator: AllocatorConfig = DEFAULT_CONFIG
-    ):
+    def __init__(self, graph: StepGraph, device: Device, allocator: AllocatorConfig = DEFAULT_CONFIG):
         self.graph = graph
         self.flops = operation_flops(graph)
-        self._capability, self._allocator = compute_capability, allocator
+        self._workspaces, self._allocator = KernelWorkspaces.of(graph, device), allocator
         self._plain = graph.liveness()
         self._last = int(self._plain.op_iteration.max())
         self._step_flops = int(self.flops[self._plain.op_iteration == self._last].sum())
@@ -180,7 +182,7 @@ class _Judge:
     def _result(
         self, name: str, plan: Mapping[str, Any], liveness: Liveness, again: int, host_bytes: int = 0
     ) -> PolicyResult:
-        liveness = with_cublas_workspaces(liveness, self._capability)
+        liveness = self._workspaces.added_to(liveness)
         return PolicyResult(
             policy=name,
             plan=plan,

@@ -15,9 +15,10 @@ from metapeak.strategies.precision import check_precision, precision_notes, trai
 from metapeak.strategies.quantization.from_config import with_checkpoint_quantization
 from metapeak.strategies.quantization.strategy import check_base_is_frozen
 from metapeak.tracer.device.allocator_config import DEFAULT_CONFIG, AllocatorConfig
+from metapeak.tracer.device.overheads import overheads
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.gpus import Gpu
-from metapeak.tracer.kernels import DEFAULT_COMPUTE_CAPABILITY, NOT_MODELLED, with_cublas_workspaces
+from metapeak.tracer.kernels import DEFAULT_COMPUTE_CAPABILITY, KernelWorkspaces, device_of
 from metapeak.tracer.simulation import How, ModelSummary, Option, RankResult, Simulation, verdict_for
 from metapeak.tracer.spec import ModelSpec, StepSpec
 
@@ -118,10 +119,18 @@ def simulate(
     liveness = graph.liveness()
     for strategy in strategies:
         liveness = strategy.rewrite(liveness, graph)
-    # Workspaces last: they depend on which products the rewritten step runs first.
-    liveness = with_cublas_workspaces(liveness, capability)
+    # Workspaces last: what the rewritten step runs again takes its workspace again.
+    workspaces = KernelWorkspaces.of(graph, device_of(gpu))
+    liveness = workspaces.added_to(liveness)
     liveness.lint()
-    rank = RankResult(rank=0, count=1, coordinates={}, liveness=liveness, allocator=allocator or DEFAULT_CONFIG)
+    rank = RankResult(
+        rank=0,
+        count=1,
+        coordinates={},
+        liveness=liveness,
+        allocator=allocator or DEFAULT_CONFIG,
+        overheads=overheads(gpu),
+    )
     _ = rank.reservation  # counted in the seconds of this stage
     seconds["liveness"] = time.perf_counter() - started
 
@@ -140,10 +149,10 @@ def simulate(
             transformers=transformers.__version__,
             seconds=seconds,
             assumptions=tuple(dict.fromkeys(assumptions)),
-            not_modelled=NOT_MODELLED,
+            not_modelled=workspaces.not_modelled(),
         ),
         ranks=(rank,),
-        fit=verdict_for(gpu, rank.allocated_bytes) if gpu else None,
+        fit=verdict_for(gpu, rank.device_range) if gpu else None,
         graph=graph,
     )
 

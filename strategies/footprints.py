@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from metapeak.tracer.device.overheads import device_bytes, overheads
 from metapeak.tracer.errors import MetapeakError
 from metapeak.tracer.gpus import Gpu, all_gpus
 from metapeak.tracer.liveness import Category
@@ -76,6 +77,11 @@ def footprints(cases: Iterable[Case], run: Callable[[Case], Simulation]) -> list
 
 def smallest_gpu(simulation: Simulation, gpus: Iterable[Gpu] | None = None) -> Gpu | None:
     """The GPU with the least usable memory that holds the worst rank with its overheads; None when none does."""
-    needed = simulation.worst
-    fitting = [gpu for gpu in gpus or all_gpus() if verdict_for(gpu, needed.allocated_bytes).verdict is Verdict.FITS]
+    reservation = simulation.worst.reservation
+    segments = (reservation.unfragmented_peak, reservation.reserved_peak)
+    fitting = [
+        gpu
+        for gpu in gpus or all_gpus()
+        if verdict_for(gpu, device_bytes(segments, overheads(gpu))).verdict is Verdict.FITS
+    ]
     return min(fitting, key=lambda gpu: (gpu.usable_bytes, gpu.marketed_gb, gpu.id), default=None)

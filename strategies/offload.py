@@ -92,6 +92,7 @@ def _with_copies(plain: Liveness, source: np.ndarray, saved, order, count: int, 
         column[copies] = getattr(plain, name)[near]
         columns[name] = column
     columns["op"][copies] = names.index(_COPY)
+    columns["op_node"] = np.where(source < 0, -1, plain.op_node[source])
     return replace(plain, op_names=names, **columns)
 
 

@@ -524,6 +524,7 @@ def _with_operations(plain: Liveness, regions: list[Region], timeline: _Timeline
         op_iteration=plain.op_iteration[source],
         op_module=plain.op_module[source],
         op_recompute=plain.op_recompute[source] | again,
+        op_node=plain.op_node[source],
     )
 
 

@@ -69,6 +69,7 @@ class Gpu:
     usable_bytes: int
     usable_from: str
     supports_bf16: bool
+    multiprocessors: int | None = None
 
 
 @functools.cache

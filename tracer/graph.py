@@ -157,6 +157,7 @@ class StepGraph:
             op_iteration=np.asarray(self.iteration, dtype=np.int16),
             op_module=np.asarray(self.module, dtype=np.int32),
             op_recompute=np.asarray(self.recompute, dtype=bool),
+            op_node=np.arange(self.num_ops, dtype=np.int32),
             op_names=self.op_names,
             module_names=self.module_names,
             source_names=self.source_names,

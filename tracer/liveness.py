@@ -98,7 +98,8 @@ class Liveness:
     `category` (Category), `module` (the owner) and `source` (indices into the tables of names; source -1 is none),
     `dtype` (index). `shapes` holds the shape of the first tensor on each storage.
     Operation columns, each of shape [number of operations]: `op` (index), `op_phase` (Phase), `op_iteration` (0 is
-    before the first step), `op_module` (index), `op_recompute`.
+    before the first step), `op_module` (index), `op_recompute`, and `op_node`: the operation of the StepGraph that runs
+    here, or runs again (-1: none, an operation that a rewrite made up). None where there is no graph.
     """
 
     birth: np.ndarray
@@ -118,6 +119,7 @@ class Liveness:
     module_names: Sequence[str]
     source_names: Sequence[str]
     dtype_names: Sequence[str]
+    op_node: np.ndarray | None = None
 
     @property
     def num_ops(self) -> int:
@@ -132,6 +134,8 @@ class Liveness:
         for name in ("op_phase", "op_iteration", "op_module", "op_recompute"):
             if len(getattr(self, name)) != ops:
                 raise ValueError(f"column {name} has {len(getattr(self, name))} rows for {ops} operations")
+        if self.op_node is not None and len(self.op_node) != ops:
+            raise ValueError(f"column op_node has {len(self.op_node)} rows for {ops} operations")
         if storages and not ((self.birth >= 0) & (self.birth <= self.death) & (self.death <= ops + 1)).all():
             raise ValueError("a storage is not born before it dies, within the step")
         if storages and (self.nbytes < 0).any():

@@ -9,13 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from metapeak.tracer.device.allocator_config import DEFAULT_CONFIG, AllocatorConfig
+from metapeak.tracer.device.overheads import Overheads, device_bytes
 from metapeak.tracer.device.reserve import AllocatorResult, reserve
-from metapeak.tracer.gpus import MIB, Gpu
+from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.liveness import Category, Instant, Liveness, LiveTensor, PhasePeak
-
-# The CUDA context of one process, until the device model knows it by GPU and driver. Source: reports of 256 to 657 MiB
-# by nvidia-smi on cards from RTX 3090 to A100-80GB with lazy module loading; rounded outwards.
-CONTEXT_BYTES_RANGE = (250 * MIB, 700 * MIB)
 
 
 class Verdict(enum.Enum):
@@ -59,9 +56,8 @@ class How:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankResult:
-    """One distinct rank: how many ranks are like it, its coordinates in the layout, and its liveness.
-
-    `allocator` are the settings of its caching allocator.
+    """One distinct rank: how many ranks are like it, its coordinates in the layout, its liveness, the settings of its
+    caching allocator, and what its process takes of the GPU beside the allocator's segments.
     """
 
     rank: int
@@ -69,6 +65,7 @@ class RankResult:
     coordinates: Mapping[str, int]
     liveness: Liveness
     allocator: AllocatorConfig = DEFAULT_CONFIG
+    overheads: Overheads = field(default_factory=Overheads)
 
     @functools.cached_property
     def reservation(self) -> AllocatorResult:
@@ -99,6 +96,16 @@ class RankResult:
         return self.reservation.reserved_peak
 
     @property
+    def device_range(self) -> tuple[int, int]:
+        """(least, most) bytes that the driver shows: segments without and with fragmentation, and overheads."""
+        return device_bytes((self.reservation.unfragmented_peak, self.reserved_bytes), self.overheads)
+
+    @property
+    def device_bytes(self) -> int:
+        """The middle of `device_range`."""
+        return sum(self.device_range) // 2
+
+    @property
     def peak_at(self) -> Instant:
         return self.liveness.instant(self.peak_index)
 
@@ -122,11 +129,14 @@ class RankResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """The verdict for one GPU. `headroom_bytes` is what stays free beside allocated memory (negative: missing)."""
+    """The verdict for one GPU. `headroom_bytes` is what stays free beside the expected device bytes (negative: what is
+    missing); `device_range` the least and most that the job may take.
+    """
 
     gpu: Gpu
     verdict: Verdict
     headroom_bytes: int
+    device_range: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,16 +156,17 @@ class Simulation:
         return max(self.ranks, key=lambda rank: rank.allocated_bytes)
 
 
-def verdict_for(gpu: Gpu, allocated_bytes: int) -> Fit:
-    """Whether allocated memory and a CUDA context fit what torch can use of the GPU.
+def verdict_for(gpu: Gpu, device_range: tuple[int, int]) -> Fit:
+    """Whether (least, most) device bytes fit what torch sees of the GPU, from which context and libraries are taken.
 
-    Borderline: it fits with the smallest context seen and not with the largest. Fragmentation is not modelled yet.
+    Fits: even the most. Does not fit: not even the least. Borderline: between, what the overheads' ranges leave open.
     """
-    headroom = gpu.usable_bytes - allocated_bytes
-    if headroom < CONTEXT_BYTES_RANGE[0]:
+    low, high = device_range
+    if low > gpu.usable_bytes:
         verdict = Verdict.DOES_NOT_FIT
-    elif headroom < CONTEXT_BYTES_RANGE[1]:
+    elif high > gpu.usable_bytes:
         verdict = Verdict.BORDERLINE
     else:
         verdict = Verdict.FITS
-    return Fit(gpu=gpu, verdict=verdict, headroom_bytes=headroom)
+    headroom = gpu.usable_bytes - (low + high) // 2
+    return Fit(gpu=gpu, verdict=verdict, headroom_bytes=headroom, device_range=device_range)

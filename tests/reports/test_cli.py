@@ -56,7 +56,11 @@ def test_json_holds_the_contract(qwen3):
         *[(iteration, phase) for iteration in (1, 2) for phase in ("forward", "backward", "optimizer")],
     ]
     assert qwen3["fit"]["verdict"] == "does-not-fit"
-    assert qwen3["fit"]["headroom_bytes"] == qwen3["fit"]["capacity_bytes"] - rank["peak"]["allocated_bytes"] < 0
+    assert qwen3["fit"]["headroom_bytes"] == qwen3["fit"]["capacity_bytes"] - rank["peak"]["device_bytes"] < 0
+    assert qwen3["fit"]["device_range"] == rank["peak"]["device_range"]
+    assert set(rank["overheads"]) == {"cuda_context", "libraries"}
+    for overhead in rank["overheads"].values():
+        assert 0 <= overhead["low"] < overhead["high"] and overhead["tag"] == "assumed" and overhead["source"]
 
 
 def test_the_optimizer_step_is_the_peak_of_an_8b_model(qwen3):
@@ -95,7 +99,8 @@ def test_the_report_says_what_the_contract_wants_in_its_order():
         "Fits t4",
         "Peak at iteration",
         "gradients",
-        "without fragmentation) -> device: not modelled yet",
+        "without fragmentation) -> device",
+        "assumed: cuda context",
         "Phases",
         "Between steps",
         "Largest alive at the peak",
@@ -117,7 +122,8 @@ def test_require_fit_has_exit_codes():
     step = ("estimate", "openai-community/gpt2", "--seq-len", "64", "--require-fit")
     assert metapeak(*step, "--gpu", "t4").returncode == 0
     assert metapeak(*step, "--gpu-memory", "1GiB").returncode == 3
-    # GPT-2 small with fp32 AdamW needs 5 x 4 bytes x 124.4 M parameters = 2.32 GiB: 2.8 GiB leave no large context
+    # GPT-2 small with fp32 AdamW needs 5 x 4 bytes x 124.4 M parameters = 2.32 GiB: 2.8 GiB hold a
+    # small context (0.24 GiB) and no libraries
     assert metapeak(*step, "--gpu-memory", "2.8GiB").returncode == 4
 
 

@@ -171,20 +171,21 @@ def test_nothing_after_the_trace_imports_torch(graph, tmp_path):
     program = """
 import json, sys
 from metapeak.tracer import Simulation
-from metapeak.tracer.kernels import with_cublas_workspaces
+from metapeak.tracer.kernels import Device, KernelWorkspaces
 from metapeak.tracer.simulation import How, ModelSummary, RankResult, verdict_for
 from metapeak.tracer.gpus import find_gpu
 from metapeak.tracer.trace_file import load_graph
 from metapeak.reports.data import record_of
 from metapeak.reports.summary import print_summary
 from rich.console import Console
-liveness = with_cublas_workspaces(load_graph(sys.argv[1]).liveness(), (8, 0))
+graph = load_graph(sys.argv[1])
+liveness = KernelWorkspaces.of(graph, Device()).added_to(graph.liveness())
 rank = RankResult(rank=0, count=1, coordinates={}, liveness=liveness)
 simulation = Simulation(
     model=ModelSummary(id="x", source="test", architecture="Net", parameters=64, trainable_parameters=64,
                        parameter_bytes=256),
     options={}, how=How(torch="", transformers="", seconds={}, assumptions=(), not_modelled=()), ranks=(rank,),
-    fit=verdict_for(find_gpu("t4"), rank.allocated_bytes))
+    fit=verdict_for(find_gpu("t4"), rank.device_range))
 print_summary(simulation, Console(file=sys.stderr))
 assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "transformers")]
 json.dump(record_of(simulation), sys.stdout)

@@ -1,22 +1,10 @@
-"""Memory that kernels take behind the dispatcher's back: one function per kind, with its source.
-
-So far the cuBLAS workspaces; every other kind is listed in NOT_MODELLED and printed with every report.
-"""
+"""Workspaces of cuBLAS: one a handle, allocated at its first product and kept."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from metapeak.tracer.liveness import Category, Liveness, Phase
-
-# What a GPU does when the user names none.
-DEFAULT_COMPUTE_CAPABILITY = (8, 0)
-
-NOT_MODELLED = (
-    "workspaces inside kernels other than cuBLAS (attention backward, embedding backward, convolution, reductions, "
-    "indexing with masks)",
-    "device overheads: CUDA context, communicators",
-)
 
 # Operators that CUDA runs through cuBLAS or cuBLASLt.
 _CUBLAS_OPS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.addbmm.", "aten.mv.", "aten.addmv.")
