@@ -30,8 +30,8 @@ class Family:
 
     sentence: str
     argument: str | None = None  # "chunks" or "tokens"
-    # The training loop that this path belongs to keeps what the model returned.
-    keeps_outputs: bool = False
+    # The training loop that this path belongs to keeps the logits in a variable of its own.
+    holds_logits: bool = False
 
 
 LOSSES: dict[str, Family] = {
@@ -55,13 +55,13 @@ LOSSES: dict[str, Family] = {
         sentence="head and cross entropy in chunks of {n} tokens, without upcast, logits held by the training loop "
         "(litgpt with LoRA)",
         argument="tokens",
-        keeps_outputs=True,
+        holds_logits=True,
     ),
     "chunked-ce": Family(
         sentence="all logits, cross entropy in chunks of {n} tokens, without upcast, logits held by the training loop "
         "(litgpt full fine-tuning)",
         argument="tokens",
-        keeps_outputs=True,
+        holds_logits=True,
     ),
     "chunked-backward": Family(
         sentence="head, loss and their backward in {n} chunks, one at a time (torchtitan ChunkedLossWrapper)",
@@ -140,10 +140,6 @@ class Loss(NoOpStrategy):
     def name(self) -> str:
         return f"loss {self.spec.name}"
 
-    @property
-    def keeps(self) -> bool:
-        return self.keep_outputs or LOSSES[self.spec.family].keeps_outputs
-
     def check(self, model: ResolvedModel, step: StepSpec) -> None:
         task = model.task
         if self.spec.family != "eager" and task is not None and task not in _TASKS:
@@ -169,12 +165,12 @@ class Loss(NoOpStrategy):
                 f"loss {self.spec.name} changes the loss that the model computes, but here a function of its own "
                 "computes it. Leave --loss and --keep-outputs out, or return (module, batch) without a loss function."
             )
-        return HeldOutputs() if self.keeps else inner
+        return HeldOutputs() if self.keep_outputs else inner
 
     def assumptions(self) -> tuple[str, ...]:
         family = LOSSES[self.spec.family]
         sentences = [f"loss path {self.spec.name}: {family.sentence.format(n=self.spec.count)}"]
-        if self.keeps:
+        if self.keep_outputs:
             sentences.append("the training loop holds the model's outputs until the next iteration's take their name")
         return tuple(sentences)
 
@@ -223,7 +219,7 @@ def install_loss(module: torch.nn.Module, spec: LossSpec) -> None:
         "chunked-tokens": chunked.token_chunks,
         "chunked-ce": chunked.cross_entropy_in_token_chunks,
     }
-    output_head.replace_head(model, *heads[spec.family](spec.count))
+    output_head.replace_head(model, *heads[spec.family](spec.count), held=LOSSES[spec.family].holds_logits)
 
 
 def loss_strategy(text: str | None, chunk_tokens: int | None = None, keep_outputs: bool = False) -> Loss | None:

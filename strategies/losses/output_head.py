@@ -111,11 +111,13 @@ def replace_loss(model: torch.nn.Module, path: LossPath) -> None:
     model.forward = types.MethodType(forward, model)
 
 
-def replace_head(model: torch.nn.Module, head: Head, loss_of: LossOfLogits) -> None:
+def replace_head(model: torch.nn.Module, head: Head, loss_of: LossOfLogits, *, held: bool = False) -> None:
     """Let `model(**batch)` return what `head` makes of its last hidden state, with the loss of that, in place.
 
-    As where the training loop computes the loss: the hidden state is gone by then.
+    As where the training loop computes the loss: the hidden state is gone by then. With `held` the loop's variable
+    keeps the logits through the step; the next ones take its name before their loss is computed.
     """
+    variable = []
 
     def run(self, *args, **kwargs):
         outputs = self.base_model(*args, **kwargs)
@@ -123,6 +125,8 @@ def replace_head(model: torch.nn.Module, head: Head, loss_of: LossOfLogits) -> N
 
     def forward(self, *args, labels=None, **kwargs):
         logits = run(self, *args, **kwargs)
+        if held:
+            variable[:] = [logits]
         return CausalLMOutput(loss=loss_of(logits, labels), logits=logits)
 
     model.forward = types.MethodType(forward, model)

@@ -170,6 +170,16 @@ def test_a_kept_output_lives_until_the_next_one():
     assert kept[2, "forward"].peak_bytes - plain[2, "forward"].peak_bytes == logits
 
 
+@pytest.mark.parametrize("loss", ["chunked-ce:16", "chunked-tokens:16"])
+def test_litgpts_logits_live_until_the_next_ones_are_there(loss):
+    phases = phases_of(llama(), loss=loss)
+    logits = 2 * 64 * 512 * 2
+    parameters_and_inputs = phases[0, "load"].end_bytes
+    assert phases[1, "optimizer"].end_bytes - parameters_and_inputs == pytest.approx(logits, abs=logits // 64 + 8)
+    # The old ones are gone when the loss is computed: the steady peak is the first one's, and the last loss.
+    assert phases[2, "forward"].peak_bytes - phases[1, "forward"].peak_bytes <= 8
+
+
 def test_the_graph_dies_after_backward():
     """A frozen embedding's output that was made to require a gradient, and that gradient: not there between steps."""
     model = llama()
