@@ -152,7 +152,7 @@ def simulate(
             not_modelled=workspaces.not_modelled(),
         ),
         ranks=(rank,),
-        fit=verdict_for(gpu, rank.device_range) if gpu else None,
+        fit=verdict_for(gpu, rank.device_range, rank.device_bytes) if gpu else None,
         graph=graph,
     )
 

@@ -102,8 +102,9 @@ class RankResult:
 
     @property
     def device_bytes(self) -> int:
-        """The middle of `device_range`."""
-        return sum(self.device_range) // 2
+        """What the driver is expected to show: segments as the allocator makes them, overheads in mid-range."""
+        low, high = device_bytes(self.reserved_bytes, self.overheads)
+        return (low + high) // 2
 
     @property
     def peak_at(self) -> Instant:
@@ -156,8 +157,10 @@ class Simulation:
         return max(self.ranks, key=lambda rank: rank.allocated_bytes)
 
 
-def verdict_for(gpu: Gpu, device_range: tuple[int, int]) -> Fit:
+def verdict_for(gpu: Gpu, device_range: tuple[int, int], expected_bytes: int | None = None) -> Fit:
     """Whether (least, most) device bytes fit what torch sees of the GPU, from which context and libraries are taken.
+
+    The headroom is counted from `expected_bytes` (None: the middle of the range).
 
     Fits: even the most. Does not fit: not even the least. Borderline: between, what the overheads' ranges leave open.
     """
@@ -168,5 +171,5 @@ def verdict_for(gpu: Gpu, device_range: tuple[int, int]) -> Fit:
         verdict = Verdict.BORDERLINE
     else:
         verdict = Verdict.FITS
-    headroom = gpu.usable_bytes - (low + high) // 2
-    return Fit(gpu=gpu, verdict=verdict, headroom_bytes=headroom, device_range=device_range)
+    expected = (low + high) // 2 if expected_bytes is None else expected_bytes
+    return Fit(gpu=gpu, verdict=verdict, headroom_bytes=gpu.usable_bytes - expected, device_range=device_range)

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from metapeak.tracer.graph import StepGraph
 
 
+# Operators of ours stand for kernels of other libraries (Triton, bitsandbytes); what those allocate is among the results.
+_OURS = "metapeak."
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KernelWorkspaces:
     """Sizes of the blocks that each operation of a graph takes inside, by operation, and what is not modelled."""
@@ -46,7 +50,7 @@ class KernelWorkspaces:
         unknown = {
             ".".join(graph.op_names[op].split(".")[:2])
             for op in set(graph.op)
-            if rules[op] is None and names[op] not in DECLARED_NONE
+            if rules[op] is None and names[op] not in DECLARED_NONE and not graph.op_names[op].startswith(_OURS)
         }
         return cls(device=device, blocks=blocks, unknown=tuple(sorted(unknown)), convolution_bound_bytes=bound)
 
