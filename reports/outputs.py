@@ -31,6 +31,12 @@ def _perfetto(simulation: Simulation) -> str:
     return render_trace_events(simulation)
 
 
+def _snapshot(simulation: Simulation) -> bytes:
+    from metapeak.reports.memory_viz import render_snapshot
+
+    return render_snapshot(simulation)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
     """A kind of file: its flag, what `--help` says, and what makes the contents of a Simulation."""
@@ -48,6 +54,7 @@ OUTPUTS = (
     Output(name="json", help="write the result as JSON; - is stdout, alone", render=_json),
     Output(name="html", help="write a page with charts and tables that needs no network", render=_html),
     Output(name="perfetto", help="write trace events, for ui.perfetto.dev or chrome://tracing", render=_perfetto),
+    Output(name="snapshot", help="write a memory snapshot (a pickle), for pytorch.org/memory_viz", render=_snapshot),
 )
 
 
