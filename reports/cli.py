@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from metapeak.reports.diff_command import Diff
 from metapeak.tracer.errors import InputError, MetapeakError
 
 # Exit codes of the contract.
@@ -229,7 +230,7 @@ class Gpus:
         return DONE
 
 
-COMMANDS = (Estimate(), Checkpointing(), Replay(), Models(), Gpus())
+COMMANDS = (Estimate(), Checkpointing(), Diff(), Replay(), Models(), Gpus())
 
 
 def quiet_transformers() -> None:
