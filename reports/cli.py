@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from metapeak.reports.diff_command import Diff
 from metapeak.tracer.errors import InputError, MetapeakError
 
 # Exit codes of the contract.
@@ -22,19 +23,18 @@ class Estimate:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         from metapeak.reports.options import add_to_parser
+        from metapeak.reports.outputs import add_outputs
 
         parser.add_argument("model", metavar="MODEL", help="Hugging Face id, folder, config.json or file.py:function")
         add_to_parser(parser)
         output = parser.add_argument_group("output")
-        output.add_argument("--json", metavar="FILE", help="write the result as JSON; - is stdout, alone")
-        output.add_argument("--force", action="store_true", help="replace files that exist")
+        add_outputs(output)
+        output.add_argument("--chart", action="store_true", help="draw live bytes over the step in the terminal")
         output.add_argument(
             "--require-fit", action="store_true", help="exit with 3 if it does not fit, 4 if it is borderline"
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from metapeak.reports.data import record_of
-        from metapeak.reports.files import check_writable, write_whole
         from metapeak.reports.options import (
             allocator_of,
             gpu_of,
@@ -43,6 +43,7 @@ class Estimate:
             step_spec,
             strategies_of,
         )
+        from metapeak.reports.outputs import check_outputs, print_json, write_outputs
         from metapeak.reports.progress import Progress
         from metapeak.strategies import simulate
         from metapeak.tracer.simulation import Verdict
@@ -52,9 +53,7 @@ class Estimate:
         gpu, allocator = gpu_of(options), allocator_of(options)
         if arguments.require_fit and gpu is None:
             raise InputError("--require-fit needs --gpu or --gpu-memory to fit into.")
-        target = None
-        if arguments.json not in (None, "-"):
-            target = check_writable(arguments.json, force=arguments.force)
+        targets = check_outputs(arguments)
         with Progress() as progress:
             simulation = simulate(
                 model_spec(arguments.model, options),
@@ -65,17 +64,14 @@ class Estimate:
                 options=options,
                 progress=progress,
             )
-        if arguments.json is None:
+        # files first: whoever reads stdout may close it early
+        write_outputs(simulation, targets)
+        if arguments.json == "-":
+            print_json(simulation)
+        elif arguments.json is None:
             from metapeak.reports.summary import print_summary
 
-            print_summary(simulation, make_console())
-        else:
-            text = json.dumps(record_of(simulation), indent=2) + "\n"
-            if target is None:
-                sys.stdout.write(text)
-            else:
-                write_whole(target, text)
-                print(f"wrote {target}", file=sys.stderr)
+            print_summary(simulation, make_console(), chart=arguments.chart)
         if arguments.require_fit and simulation.fit.verdict is not Verdict.FITS:
             return BORDERLINE if simulation.fit.verdict is Verdict.BORDERLINE else DOES_NOT_FIT
         return DONE
@@ -332,7 +328,16 @@ class Gpus:
         return DONE
 
 
-COMMANDS = (Estimate(), Checkpointing(), Footprints(), Validate(), Replay(), Models(), Gpus())
+COMMANDS = (
+    Estimate(),
+    Checkpointing(),
+    Footprints(),
+    Validate(),
+    Diff(),
+    Replay(),
+    Models(),
+    Gpus(),
+)
 
 
 def quiet_transformers() -> None:
@@ -344,8 +349,14 @@ def make_console():
     """A rich console on stdout. In a pipe nobody can widen the window, so lines are not folded at 80 there."""
     from rich.console import Console
 
-    console = Console(highlight=False)
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=140)
+    class ReportConsole(Console):
+        """Leaves a reader that went away to `main`; rich would exit with 1."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    console = ReportConsole(highlight=False)
+    return console if console.is_terminal or "COLUMNS" in os.environ else ReportConsole(highlight=False, width=140)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from metapeak.tracer.errors import InputError
@@ -25,15 +26,27 @@ def check_writable(path: str, *, force: bool) -> Path:
     return target
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path` through a temporary file beside it. Raises InputError; leaves nothing half-written."""
+def check_all_writable(asked: Mapping[str, str | None], *, force: bool) -> dict[str, Path]:
+    """The paths of the flags that were given one, each writable. Raises InputError before any work is done, else."""
+    targets: dict[str, Path] = {}
+    for flag, path in asked.items():
+        if path is None:
+            continue
+        target = check_writable(path, force=force)
+        for other, taken in targets.items():
+            if os.path.realpath(target) == os.path.realpath(taken):
+                raise InputError(f"{other} and {flag} both write {path}. Give each a file of its own.")
+        targets[flag] = target
+    return targets
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write `content` to `path` through a temporary file beside it. Raises InputError; leaves nothing half-written."""
     temporary = None
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as stream:
+        with tempfile.NamedTemporaryFile("wb", dir=path.parent, prefix=f".{path.name}.", delete=False) as stream:
             temporary = stream.name
-            stream.write(text)
+            stream.write(content.encode("utf-8") if isinstance(content, str) else content)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except OSError as error:

@@ -32,12 +32,16 @@ DTYPES_SHOWN = 0.001  # of a row's bytes; what is less is in the JSON
 NARROW = 100
 
 
-def print_summary(simulation: Simulation, console: Console) -> None:
-    """Print the report of one estimate."""
+def print_summary(simulation: Simulation, console: Console, *, chart: bool = False) -> None:
+    """Print the report of one estimate, with a chart of live bytes if asked."""
     rank = simulation.worst
     print_head(simulation, rank, console)
     _verdict(simulation, rank, console)
     _peak(rank, console)
+    if chart:
+        from metapeak.reports.timeline import print_timeline
+
+        print_timeline(rank, console)
     _phases(rank, console)
     _largest(rank, console)
     _modules(rank, console)

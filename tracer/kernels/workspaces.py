@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from metapeak.tracer.graph import StepGraph
 
 
-# Operators of ours stand for kernels of other libraries (Triton, bitsandbytes); what those allocate is among the results.
+# Operators of ours stand for kernels of other libraries (Triton, bitsandbytes), whose allocations are their results.
 _OURS = "metapeak."
 
 
