@@ -13,7 +13,7 @@ import torch
 from metapeak.strategies import CheckpointEveryBlock
 from metapeak.strategies.attention import attention_of
 from metapeak.strategies.loss import install_loss, parse_loss
-from metapeak.strategies.optimizer import optimizer_maker
+from metapeak.strategies.optimizers import optimizer_maker
 from metapeak.tracer import ModelSpec, StepSpec
 from metapeak.tracer.attention import attention_choice
 from metapeak.tracer.batches import make_batch

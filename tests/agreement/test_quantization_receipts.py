@@ -14,7 +14,7 @@ import torch
 from metapeak.strategies import CheckpointEveryBlock
 from metapeak.strategies.attention import attention_of
 from metapeak.strategies.lora import LoRA
-from metapeak.strategies.optimizer import optimizer_maker
+from metapeak.strategies.optimizers import optimizer_maker
 from metapeak.strategies.quantization import Quantization
 from metapeak.tracer import ModelSpec, StepSpec
 from metapeak.tracer.attention import attention_choice
