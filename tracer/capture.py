@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from metapeak.tracer import attention, composites, phantom_ops  # noqa: F401  (they register their operators)
+from metapeak.tracer.distributed import local_tensor, unrecorded
 from metapeak.tracer.errors import InputError, MetapeakError, TraceError
 from metapeak.tracer.graph import StepGraph
 from metapeak.tracer.liveness import Category, Phase
@@ -82,6 +83,7 @@ def record_training_step(
     make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None,
     *,
     compute_loss: Callable[[torch.nn.Module, Any], torch.Tensor] = default_loss,
+    distribute: Callable[[torch.nn.Module], None] | None = None,
     iterations: int = 2,
     decouple_saves: bool = False,
     progress: Callable[[str], None] = lambda what: None,
@@ -89,18 +91,22 @@ def record_training_step(
     """Record `iterations` steps: loss, backward, optimizer.step(), zero_grad(set_to_none=True).
 
     Arguments: a model on meta (it is moved to the phantom GPU in place), a batch of CPU tensors, a function from the
-    trainable parameters to an optimizer (None: no optimizer step), the loss function.
+    trainable parameters to an optimizer (None: no optimizer step), the loss function, and what shards the module once
+    it is on the device, in place (`fully_shard` and the like; it runs before the recording).
     Returns the graph and the assumptions that answering the program needed, with how often each was used.
     Raises TraceError with op, module and reason when the program cannot run on a device without values.
     """
     move_to_phantom(model)
+    if distribute is not None:
+        with unrecorded():
+            distribute(model)
     batch = batch_to_phantom(batch)
     recorder = Recorder(model, decouple_saves=decouple_saves, outermost=_train.__code__)
     _load(recorder, model, batch)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def mark_gradient(parameter: PhantomTensor) -> None:
-        recorder.mark(parameter.grad, Category.GRADIENT, parameter)
+        recorder.mark(local_tensor(parameter.grad), Category.GRADIENT, local_tensor(parameter))
 
     hooks = [parameter.register_post_accumulate_grad_hook(mark_gradient) for parameter in trainable]
     try:
@@ -139,7 +145,7 @@ def _train(recorder, model, batch, optimizer, compute_loss, iterations, progress
             optimizer.step()
             for parameter, state in optimizer.state.items():
                 for tensor in state.values():
-                    recorder.mark(tensor, Category.OPTIMIZER_STATE, parameter)
+                    recorder.mark(local_tensor(tensor), Category.OPTIMIZER_STATE, local_tensor(parameter))
             optimizer.zero_grad(set_to_none=True)
     recorder.close()
 
@@ -149,7 +155,7 @@ def _load(recorder: Recorder, model: torch.nn.Module, batch: Any) -> None:
         prefix = f"{name}." if name else ""
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                recorder.load(parameter, prefix + key, Category.PARAMETER, module)
+                recorder.load(local_tensor(parameter), prefix + key, Category.PARAMETER, module)
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         for key, buffer in module._buffers.items():

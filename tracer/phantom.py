@@ -21,8 +21,9 @@ Only this module, dispatch.py, phantom_ops.py, attention.py, composites.py and r
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -37,8 +38,68 @@ _META = torch.device("meta")
 _prim_device = torch.ops.prim.device.default
 
 
+class Stream:
+    """A stream of the phantom GPU: work is in order anyway, so waiting is nothing. Its name is its identity."""
+
+    def __init__(self, device: object = None, priority: int = 0):
+        self.priority = priority
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+    def wait_stream(self, stream: Stream) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    """An event of the phantom GPU, always completed."""
+
+    def __init__(self, *arguments: object, **options: object):
+        pass
+
+    def record(self, stream: Stream | None = None) -> Event:
+        return self
+
+    def wait(self, stream: Stream | None = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
 class _DeviceModule:
     """`torch.phantom`: what generic code asks of an accelerator's module."""
+
+    Stream, Event = Stream, Event
+
+    def __init__(self):
+        self._streams = [Stream()]
+
+    def current_stream(self, device: object = None) -> Stream:
+        return self._streams[-1]
+
+    def default_stream(self, device: object = None) -> Stream:
+        return self._streams[0]
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream | None) -> Iterator[None]:
+        self._streams.append(stream or self._streams[-1])
+        try:
+            yield
+        finally:
+            self._streams.pop()
 
     def is_initialized(self) -> bool:
         return True
