@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
+    from metapeak.strategies.parallel.layout import Layout
     from metapeak.tracer.graph import StepGraph
     from metapeak.tracer.liveness import Liveness
     from metapeak.tracer.models import ResolvedModel
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
 class Strategy(Protocol):
     """A frozen, keyword-only dataclass whose fields are its options.
 
+    `layout` is how ranks are arranged, for a strategy that spreads a job over several (None for the others).
     `check` refuses impossible combinations before the trace (raises InputError with the rule). `prepare` changes the
-    real module on meta before the trace, with the real library. `rewrite` changes the liveness of one rank after the
+    real module on meta before the trace, with the real library; `distribute` shards it on the device, as one rank of the
+    layout. `rewrite` changes the liveness of one rank after the
     trace; the graph it came from is there to be read.
     `assumptions` are sentences that every report prints, `remarks` those that the recorded step gives
     rise to. A strategy computes no total and prints nothing.
@@ -27,10 +30,13 @@ class Strategy(Protocol):
     name: str
     # Whether `rewrite` wants a graph recorded with `decouple_saves` (see tracer/saved_tensors.py).
     needs_saves: bool
+    layout: Layout | None
 
     def check(self, model: ResolvedModel, step: StepSpec) -> None: ...
 
     def prepare(self, module: torch.nn.Module) -> None: ...
+
+    def distribute(self, module: torch.nn.Module) -> None: ...
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness: ...
 
@@ -44,11 +50,15 @@ class NoOpStrategy:
 
     name = "none"
     needs_saves = False
+    layout = None
 
     def check(self, model: ResolvedModel, step: StepSpec) -> None:
         pass
 
     def prepare(self, module: torch.nn.Module) -> None:
+        pass
+
+    def distribute(self, module: torch.nn.Module) -> None:
         pass
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness:

@@ -23,7 +23,7 @@ from metapeak.tracer.phantom import DEVICE_NAME
 
 @contextlib.contextmanager
 def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
-    """Inside, this process is `rank` of `world_size`. Raises InputError inside a program that is distributed already."""
+    """Inside, this process is `rank` of `world_size`. Raises InputError in a process that has a process group."""
     if dist.is_initialized():
         raise InputError("metapeak cannot trace a distributed job inside a process that has a process group already.")
     from torch.testing._internal.distributed.fake_pg import FakeStore
