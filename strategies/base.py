@@ -20,9 +20,8 @@ class Strategy(Protocol):
 
     `layout` is how ranks are arranged, for a strategy that spreads a job over several (None for the others).
     `check` refuses impossible combinations before the trace (raises InputError with the rule). `prepare` changes the
-    real module on meta before the trace, with the real library; `distribute` shards it on the device, as one rank of the
-    layout. `rewrite` changes the liveness of one rank after the
-    trace; the graph it came from is there to be read.
+    real module on meta before the trace, with the real library; `distribute` shards it on the device, as one rank of
+    the layout. `rewrite` changes the liveness of one rank after the trace; the graph it came from is there to be read.
     `assumptions` are sentences that every report prints, `remarks` those that the recorded step gives
     rise to. A strategy computes no total and prints nothing.
     """

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from metapeak.strategies.base import NoOpStrategy
-from metapeak.strategies.parallel.layout import Layout
+from metapeak.strategies.parallel.layout import NO_LAYOUT, Layout
 from metapeak.tracer.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class FSDP2(NoOpStrategy):
     `param_dtype`, `reduce_dtype` and `output_dtype` make the MixedPrecisionPolicy.
     """
 
-    layout: Layout = Layout()
+    layout: Layout = NO_LAYOUT
     units: tuple[str, ...] | None = None
     reshard_after_forward: bool | int | None = None
     param_dtype: str | None = None
@@ -82,10 +82,7 @@ class FSDP2(NoOpStrategy):
     def _units(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         from metapeak.tracer.blocks import block_names
 
-        if self.units is None:
-            names = block_names(module)
-        else:
-            names = matching_modules(module, self.units)
+        names = block_names(module) if self.units is None else matching_modules(module, self.units)
         for name in names:
             yield module.get_submodule(name)
 

@@ -78,3 +78,6 @@ class Layout:
             (first * neighbours, (after - first) * others)
             for first, after in zip(firsts, [*firsts[1:], self.dp_shard], strict=True)
         ]
+
+
+NO_LAYOUT = Layout()
