@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from metapeak.tracer import attention, composites, phantom_ops  # noqa: F401  (they register their operators)
+from metapeak.tracer import attention, collectives, composites, phantom_ops  # noqa: F401  (they register their operators)
 from metapeak.tracer.distributed import local_tensor, unrecorded
 from metapeak.tracer.errors import InputError, MetapeakError, TraceError
 from metapeak.tracer.graph import StepGraph
