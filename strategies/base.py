@@ -35,7 +35,7 @@ class Strategy(Protocol):
 
     def prepare(self, module: torch.nn.Module) -> None: ...
 
-    def distribute(self, module: torch.nn.Module) -> None: ...
+    def distribute(self, module: torch.nn.Module) -> torch.nn.Module: ...
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness: ...
 
@@ -57,8 +57,8 @@ class NoOpStrategy:
     def prepare(self, module: torch.nn.Module) -> None:
         pass
 
-    def distribute(self, module: torch.nn.Module) -> None:
-        pass
+    def distribute(self, module: torch.nn.Module) -> torch.nn.Module:
+        return module
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness:
         return liveness

@@ -83,7 +83,7 @@ def record_training_step(
     make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None,
     *,
     compute_loss: Callable[[torch.nn.Module, Any], torch.Tensor] = default_loss,
-    distribute: Callable[[torch.nn.Module], None] | None = None,
+    distribute: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
     iterations: int = 2,
     decouple_saves: bool = False,
     progress: Callable[[str], None] = lambda what: None,
@@ -92,14 +92,14 @@ def record_training_step(
 
     Arguments: a model on meta (it is moved to the phantom GPU in place), a batch of CPU tensors, a function from the
     trainable parameters to an optimizer (None: no optimizer step), the loss function, and what shards the module once
-    it is on the device, in place (`fully_shard` and the like; it runs before the recording).
+    it is on the device and returns what trains (`fully_shard`, DistributedDataParallel; it runs before the recording).
     Returns the graph and the assumptions that answering the program needed, with how often each was used.
     Raises TraceError with op, module and reason when the program cannot run on a device without values.
     """
     move_to_phantom(model)
     if distribute is not None:
         with unrecorded():
-            distribute(model)
+            model = distribute(model)
     batch = batch_to_phantom(batch)
     recorder = Recorder(model, decouple_saves=decouple_saves, outermost=_train.__code__)
     _load(recorder, model, batch)

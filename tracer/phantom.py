@@ -238,6 +238,9 @@ class PhantomTensor(torch.Tensor):
             return _META if _Kernel.running else DEVICE
         raise TraceError("a tensor of the phantom GPU was used outside the traced step", op=str(func))
 
+    def record_stream(self, stream: Stream) -> None:
+        pass
+
     def tolist(self) -> list:
         return self.cpu().tolist()
 

@@ -54,8 +54,8 @@ class FSDP2(NoOpStrategy):
                     f"other than 1 and {shards}."
                 )
 
-    def distribute(self, module: torch.nn.Module) -> None:
-        """Shard a module that is on the device, in place."""
+    def distribute(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The module, which is on the device, sharded in place."""
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -75,6 +75,7 @@ class FSDP2(NoOpStrategy):
             fully_shard(unit, reshard_after_forward=self._reshard_unit(), **options)
         fully_shard(module, reshard_after_forward=self.reshard_after_forward, **options)
         _keep_shards_as_they_are(module)
+        return module
 
     def _reshard_unit(self) -> bool | int:
         return True if self.reshard_after_forward is None else self.reshard_after_forward

@@ -30,15 +30,15 @@ class TensorParallel(NoOpStrategy):
 
     name = "tensor parallel"
 
-    def distribute(self, module: torch.nn.Module) -> None:
-        """Cut a module that is on the device, in place. Raises InputError when it has no plan or the plan is wrong."""
+    def distribute(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The module, which is on the device, cut in place. Raises InputError for no plan and for a wrong one."""
         from transformers.distributed.configuration_utils import DistributedConfig
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
         from metapeak.tracer.distributed import mesh_of
 
         if self.layout.tp == 1:
-            return
+            return module
         if not hasattr(module, "_resolve_parallel_plans"):
             raise InputError(
                 f"tp {self.layout.tp}: {type(module).__name__} is no model of transformers with a tp plan."
@@ -53,6 +53,7 @@ class TensorParallel(NoOpStrategy):
         apply_tensor_parallelism(module, mesh_of({"tp": self.layout.tp}), plan)
         for owner, name, source_owner, source_name in tied:
             owner._parameters[name] = source_owner._parameters[source_name]
+        return module
 
     def _check_heads(self, config) -> None:
         for name in ("num_attention_heads", "num_key_value_heads"):
