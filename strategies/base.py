@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from metapeak.strategies.parallel.layout import Layout
     from metapeak.tracer.graph import StepGraph
     from metapeak.tracer.liveness import Liveness
     from metapeak.tracer.models import ResolvedModel
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
 class Strategy(Protocol):
     """A frozen, keyword-only dataclass whose fields are its options.
 
+    `layout` is how ranks are arranged, for a strategy that spreads a job over several (None for the others).
     `check` refuses impossible combinations before the trace (raises InputError with the rule). `prepare` changes the
     real module on meta before the trace, with the real library, and returns the module to train: the same one, or a
     wrapper around it as a script would hold; `loss_function` may wrap the function of (model, batch) that computes the
-    loss. `rewrite` changes the liveness of one rank after the trace; the graph it
-    came from is there to be read.
+    loss. `distribute` shards the module on the device, as one rank of the layout, and returns what trains. `rewrite`
+    changes the liveness of one rank after the trace; the graph it came from is there to be read.
     `assumptions` are sentences that every report prints, `notes` those that the prepared module gives rise to,
     `remarks` those of the recorded step. `resolved` are options whose value only the prepared module shows; what the
     user gave wins over them. A strategy computes no total and prints nothing.
@@ -36,6 +38,7 @@ class Strategy(Protocol):
     needs_saves: bool
     # Packages that the strategy takes seconds to import; simulate does so where it imports torch.
     imports: tuple[str, ...]
+    layout: Layout | None
 
     def check(self, model: ResolvedModel, step: StepSpec) -> None: ...
 
@@ -46,6 +49,8 @@ class Strategy(Protocol):
     def notes(self, module: torch.nn.Module) -> tuple[str, ...]: ...
 
     def loss_function(self, inner: Callable[..., Any]) -> Callable[..., Any]: ...
+
+    def distribute(self, module: torch.nn.Module) -> torch.nn.Module: ...
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness: ...
 
@@ -60,6 +65,7 @@ class NoOpStrategy:
     name = "none"
     needs_saves = False
     imports: tuple[str, ...] = ()
+    layout = None
 
     def check(self, model: ResolvedModel, step: StepSpec) -> None:
         pass
@@ -75,6 +81,9 @@ class NoOpStrategy:
 
     def loss_function(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         return inner
+
+    def distribute(self, module: torch.nn.Module) -> torch.nn.Module:
+        return module
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness:
         return liveness

@@ -7,11 +7,17 @@ from typing import Any
 
 import torch
 
-from metapeak.tracer import attention, composites, phantom_ops  # noqa: F401  (they register their operators)
+from metapeak.tracer import (  # noqa: F401  (they register their operators)
+    attention,
+    collectives,
+    composites,
+    phantom_ops,
+)
+from metapeak.tracer.dispatch import unrecorded
 from metapeak.tracer.errors import InputError, MetapeakError, TraceError
 from metapeak.tracer.graph import StepGraph
 from metapeak.tracer.liveness import Category
-from metapeak.tracer.phantom import PhantomTensor, phantom_from_cpu, phantom_from_meta, take_pending_error
+from metapeak.tracer.phantom import PhantomTensor, local_tensor, phantom_from_cpu, phantom_from_meta, take_pending_error
 from metapeak.tracer.recorder import Recorder
 from metapeak.tracer.training_loop import TrainingLoop
 
@@ -91,6 +97,7 @@ def record_training_step(
     make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None,
     *,
     compute_loss: Callable[[torch.nn.Module, Any], torch.Tensor] = default_loss,
+    distribute: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
     iterations: int = 2,
     loop: TrainingLoop | None = None,
     decouple_saves: bool = False,
@@ -99,12 +106,17 @@ def record_training_step(
     """Record `iterations` steps: loss, backward, optimizer.step(), zero_grad(set_to_none=True).
 
     Arguments: a model on meta (it is moved to the phantom GPU in place), a batch of CPU tensors, a function from the
-    trainable parameters to an optimizer (None: no optimizer step), the loss function, the loop (None: a plain one).
+    trainable parameters to an optimizer (None: no optimizer step), the loss function, what shards the module once it
+    is on the device and returns what trains (`fully_shard`, DistributedDataParallel; it runs before the recording), the
+    loop (None: a plain one).
     Returns the graph and the assumptions that answering the program needed, with how often each was used.
     Raises TraceError with op, module and reason when the program cannot run on a device without values.
     """
     loop = loop or TrainingLoop()
     move_to_phantom(model)
+    if distribute is not None:
+        with unrecorded():
+            model = distribute(model)
     batches = [batch_to_phantom(batch) for _ in range(loop.grad_accum)]
     recorder = Recorder(model, decouple_saves=decouple_saves, outermost=TrainingLoop.run.__code__)
     _load(recorder, model, batches if loop.grad_accum > 1 else batches[0])
@@ -127,7 +139,7 @@ def _load(recorder: Recorder, model: torch.nn.Module, batch: Any) -> None:
         prefix = f"{name}." if name else ""
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                recorder.load(parameter, prefix + key, Category.PARAMETER, module)
+                recorder.load(local_tensor(parameter), prefix + key, Category.PARAMETER, module)
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         for key, buffer in module._buffers.items():

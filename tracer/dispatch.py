@@ -290,6 +290,21 @@ class PhantomMode(TorchDispatchMode):
         return map_tensors(args, adopt), map_tensors(kwargs, adopt)
 
 
+class _Nobody:
+    """An observer that looks away."""
+
+    def record(self, func, args, kwargs, outputs) -> None:
+        pass
+
+    def location(self) -> tuple[int, str]:
+        return 0, ""
+
+
+def unrecorded() -> PhantomMode:
+    """Operators on the phantom GPU outside a recording: what a program does before its first step."""
+    return PhantomMode(_Nobody())
+
+
 def _one_for_all(tensor: PhantomTensor) -> bool:
     """Whether one known element stands for many: written into, it would change them all."""
     known = tensor.known

@@ -85,6 +85,8 @@ class SavedTensors:
 
 # Names of operations that are not operators: how a tensor that exists before the step comes in.
 LOAD = "load"
+# The name of the operation by which a storage gets new memory (UntypedStorage.resize_, no operator).
+RESIZE = "storage.resize_"
 
 
 @dataclass(kw_only=True, eq=False)

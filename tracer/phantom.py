@@ -22,8 +22,9 @@ PyTorch state.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -38,8 +39,68 @@ _META = torch.device("meta")
 _prim_device = torch.ops.prim.device.default
 
 
+class Stream:
+    """A stream of the phantom GPU: work is in order anyway, so waiting is nothing. Its name is its identity."""
+
+    def __init__(self, device: object = None, priority: int = 0):
+        self.priority = priority
+
+    def wait_event(self, event: Event) -> None:
+        pass
+
+    def wait_stream(self, stream: Stream) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    """An event of the phantom GPU, always completed."""
+
+    def __init__(self, *arguments: object, **options: object):
+        pass
+
+    def record(self, stream: Stream | None = None) -> Event:
+        return self
+
+    def wait(self, stream: Stream | None = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
 class _DeviceModule:
     """`torch.phantom`: what generic code asks of an accelerator's module."""
+
+    Stream, Event = Stream, Event
+
+    def __init__(self):
+        self._streams = [Stream()]
+
+    def current_stream(self, device: object = None) -> Stream:
+        return self._streams[-1]
+
+    def default_stream(self, device: object = None) -> Stream:
+        return self._streams[0]
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream | None) -> Iterator[None]:
+        self._streams.append(stream or self._streams[-1])
+        try:
+            yield
+        finally:
+            self._streams.pop()
 
     def is_initialized(self) -> bool:
         return True
@@ -178,6 +239,9 @@ class PhantomTensor(torch.Tensor):
             return _META if _Kernel.running else DEVICE
         raise TraceError("a tensor of the phantom GPU was used outside the traced step", op=str(func))
 
+    def record_stream(self, stream: Stream) -> None:
+        pass
+
     def tolist(self) -> list:
         return self.cpu().tolist()
 
@@ -220,6 +284,11 @@ def phantom_from_meta(tensor: torch.Tensor, known: torch.Tensor | None = None) -
     """A phantom tensor on the same storage as `tensor` (a meta tensor), so tied tensors stay tied."""
     with torch._C._DisableTorchDispatch():
         return PhantomTensor(tensor.detach(), known=known)
+
+
+def local_tensor(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def small_enough_to_know(tensor: torch.Tensor) -> bool:

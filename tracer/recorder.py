@@ -26,9 +26,9 @@ from metapeak.tracer.autocast import autocast_as_on_cuda
 from metapeak.tracer.blocks import block_names
 from metapeak.tracer.core_attention import SUFFIX, around_core_attention
 from metapeak.tracer.dispatch import PhantomMode
-from metapeak.tracer.graph import LOAD, SavedTensors, StepGraph, Symbol, Value
+from metapeak.tracer.graph import LOAD, RESIZE, SavedTensors, StepGraph, Symbol, Value
 from metapeak.tracer.liveness import Category, Phase
-from metapeak.tracer.phantom import HostCopy, PhantomTensor
+from metapeak.tracer.phantom import HostCopy, PhantomTensor, local_tensor
 from metapeak.tracer.saved_tensors import SaveLog
 
 _ALIVE = -1
@@ -133,6 +133,7 @@ class Recorder:
                 self._interruptible(),
                 self._attention_watched(),
                 autocast_as_on_cuda(self._note_cast),
+                self._resizes_watched(),
                 self.mode,
                 torch.autograd.set_multithreading_enabled(False),
             ):
@@ -145,6 +146,40 @@ class Recorder:
 
     def _attention_watched(self):
         return around_core_attention(self._watch_attention) if self._saves is not None else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _resizes_watched(self) -> Iterator[None]:
+        """FSDP2 frees and refills gathered parameters by resizing their storage, which no operator shows."""
+        original = torch.UntypedStorage.resize_
+
+        def resize(storage, size):
+            before = storage.nbytes()
+            result = original(storage, size)
+            self._resized(storage, before)
+            return result
+
+        torch.UntypedStorage.resize_ = resize
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = original
+
+    def _resized(self, storage: torch.UntypedStorage, before: int) -> None:
+        """What a storage held dies and what it holds now is born: rows of their own on one storage."""
+        row = storage.__dict__.get("row")
+        if row is None or storage.nbytes() == before:
+            return
+        graph = self.graph
+        if before:
+            self._died(self._refs[row])
+        if storage.nbytes():
+            node = self._append_node(RESIZE, (), {}, *self._where())
+            value = len(graph.value_node)
+            new = self._append_storage(node, value, storage)
+            self._append_view(node, 0, new, torch.uint8, (storage.nbytes(),), (1,), 0)
+            if row in self._marked:
+                self._marked[new] = self._marked[row]
+            graph.owner[new] = graph.owner[row]
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -180,10 +215,10 @@ class Recorder:
 
     def mark(self, tensor: torch.Tensor | None, category: Category, parameter: torch.Tensor | None) -> None:
         """Say what the storage of a tensor is for, from its birth on, and which parameter it serves (None: no one)."""
-        row = _row_of(tensor)
+        row = _row_of(local_tensor(tensor))
         if row is not None:
             self._marked.setdefault(row, category)
-            served = _row_of(parameter)
+            served = _row_of(local_tensor(parameter))
             if served is not None:
                 self.graph.owner[row] = self.graph.owner[served]
 
@@ -234,22 +269,34 @@ class Recorder:
         storage = tensor.untyped_storage()
         row = storage.__dict__.get("row")
         if row is None:
-            row = storage.row = len(graph.birth)
-            reference = _StorageRef(storage, self._died_callback)
-            reference.row = row
-            self._refs.append(reference)
-            graph.birth.append(node)
-            graph.death.append(_ALIVE)
-            if graph.saved is not None:
-                graph.saved.eager_death_tick.append(_ALIVE)
-            graph.nbytes.append(storage.nbytes())
-            graph.category.append(_ALIVE)
-            graph.owner.append(graph.module[node])
-            graph.storage_value.append(value)
+            row = self._append_storage(node, value, storage)
         elif graph.nbytes[row] == 0 and storage.nbytes():
             # An `out=` argument that came empty: the operator allocates it now.
             graph.nbytes[row], graph.birth[row], graph.storage_value[row] = storage.nbytes(), node, value
-        dtype = tensor.dtype
+        self._append_view(
+            node, position, row, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        )
+        tensor.produced = value
+        return row
+
+    def _append_storage(self, node: int, value: int, storage: torch.UntypedStorage) -> int:
+        graph = self.graph
+        row = storage.row = len(graph.birth)
+        reference = _StorageRef(storage, self._died_callback)
+        reference.row = row
+        self._refs.append(reference)
+        graph.birth.append(node)
+        graph.death.append(_ALIVE)
+        if graph.saved is not None:
+            graph.saved.eager_death_tick.append(_ALIVE)
+        graph.nbytes.append(storage.nbytes())
+        graph.category.append(_ALIVE)
+        graph.owner.append(graph.module[node])
+        graph.storage_value.append(value)
+        return row
+
+    def _append_view(self, node: int, position: int, row: int, dtype: torch.dtype, shape, stride, offset) -> None:
+        graph = self.graph
         dtype_index = self._dtype_index.get(dtype)
         if dtype_index is None:
             dtype_index = self._dtype_index[dtype] = len(graph.dtype_names)
@@ -258,11 +305,9 @@ class Recorder:
         graph.value_output.append(position)
         graph.value_storage.append(row)
         graph.value_dtype.append(dtype_index)
-        graph.value_shape.append(tuple(tensor.shape))
-        graph.value_stride.append(tensor.stride())
-        graph.value_offset.append(tensor.storage_offset())
-        tensor.produced = value
-        return row
+        graph.value_shape.append(shape)
+        graph.value_stride.append(stride)
+        graph.value_offset.append(offset)
 
     def _died(self, reference: _StorageRef) -> None:
         self.graph.death[reference.row] = len(self.graph.op)

@@ -1,0 +1,54 @@
+"""A process group in which one rank of any world runs alone: collectives have shapes and do nothing.
+
+torch ships such a backend for tests (`fake`): every rank believes that the others take part. The phantom GPU needs no
+more, because a collective's memory is that of its buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import _disable_current_modes
+
+from metapeak.tracer.errors import InputError
+from metapeak.tracer.phantom import DEVICE_NAME
+
+
+@contextlib.contextmanager
+def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
+    """Inside, this process is `rank` of `world_size`. Raises InputError in a process that has a process group."""
+    if dist.is_initialized():
+        raise InputError("metapeak cannot trace a distributed job inside a process that has a process group already.")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        with _shapes_propagated_unseen():
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _shapes_propagated_unseen() -> Iterator[None]:
+    """DTensor finds the shapes of a result by running the operator on fake tensors, which nobody shall record."""
+    original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def unseen(self, schema):
+        with _disable_current_modes():
+            return original(self, schema)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = unseen
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = original
+
+
+def mesh_of(sizes: dict[str, int]) -> DeviceMesh:
+    """The mesh of the phantom GPUs with these named axes, slowest first."""
+    return init_device_mesh(DEVICE_NAME, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
