@@ -165,17 +165,16 @@ def _peak(rank: RankResult, console: Console) -> None:
     console.print(Text("  " + "   ".join(parts)))
     console.print(
         Text(
-            f"  live {gib(rank.requested_bytes)} (traced) -> allocated {gib(rank.allocated_bytes)} "
-            f"(derived: allocator blocks) -> reserved {gib(rank.reserved_bytes)} "
-            f"(derived: {_allocator_words(rank)}) "
-            f"-> device {gib(rank.device_bytes)} ({_overheads(rank)})"
+            f"  live {gib(rank.requested_bytes)} -> allocated {gib(rank.allocated_bytes)} -> "
+            f"reserved {gib(rank.reserved_bytes)} ({_reserved_words(rank)}) "
+            f"-> device {gib(rank.device_bytes)}   (traced, derived, derived, {_overheads(rank)})"
         )
     )
 
 
-def _allocator_words(rank: RankResult) -> str:
-    unfragmented = gib(rank.reservation.unfragmented_peak)
-    return f"segments, {rank.allocator.text or 'default settings'}; {unfragmented} without fragmentation"
+def _reserved_words(rank: RankResult) -> str:
+    unfragmented = f"{gib(rank.reservation.unfragmented_peak)} without fragmentation"
+    return f"{rank.allocator.text}; {unfragmented}" if rank.allocator.text else unfragmented
 
 
 def _overheads(rank: RankResult) -> str:

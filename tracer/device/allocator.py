@@ -23,7 +23,6 @@ histories of real GPUs (tests/tracer/device/test_replay.py).
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 from metapeak.tracer.device.address_space import RANGE_SPAN, Driver
@@ -48,10 +47,6 @@ from metapeak.tracer.device.blocks import (
     view_of,
 )
 from metapeak.tracer.errors import MetapeakError
-
-# A free block's sort key is size << _SHIFT | address: one integer compares as (size, address).
-_SHIFT = 64
-_MASK = (1 << _SHIFT) - 1
 
 
 class OutOfMemory(MetapeakError):
@@ -91,7 +86,7 @@ class CachingAllocator:
         if config.memory_fraction < 1 and device_bytes is not None:
             self._allowed = config.allowed_bytes(device_bytes)
         self._collects = config.garbage_collection_threshold > 0 and self._allowed is not None
-        self._searches: dict[tuple[int, bool], int] = {}
+        self._searches: dict[tuple[int, bool], list[int]] = {}
 
     # -- what a program does ------------------------------------------------------------------------------------------
 
@@ -106,13 +101,7 @@ class CachingAllocator:
         block = self._search(pool, rounded) or self._grow(pool, rounded, nbytes)
         remaining = block.size - rounded
         if remaining and self._splits(pool, rounded, remaining):
-            rest = Block(block.address + rounded, remaining, pool, FREE, block.range)
-            rest.left, rest.right = block, block.right
-            if rest.right is not None:
-                rest.right.left = rest
-            block.right = rest
-            block.size = rounded
-            self._insert(rest)
+            pool.insert(block.split_off(rounded, FREE))
         block.state, block.requested = ALLOCATED, nbytes
         self.requested += nbytes
         self.allocated += block.size
@@ -126,13 +115,14 @@ class CachingAllocator:
 
     def free(self, block: Block) -> None:
         """Give a block back at once."""
+        pool = block.pool
         self.allocated -= block.size
         self.requested -= block.requested
         if self.log is not None:
-            stream = block.pool.stream
+            stream = pool.stream
             self.log.append((FREE_REQUESTED, block.address, block.requested, stream))
             self.log.append((FREE_COMPLETED, block.address, block.requested, stream))
-        self._insert(self._merged(block, FREE))
+        pool.insert(pool.merged(block, FREE))
 
     def request_free(self, block: Block) -> None:
         """The program frees a block that other streams still use: not allocated any more, and not reusable yet."""
@@ -148,7 +138,8 @@ class CachingAllocator:
         self.requested -= block.requested
         if self.log is not None:
             self.log.append((FREE_COMPLETED, block.address, block.requested, block.pool.stream))
-        self._insert(self._merged(block, FREE))
+        pool = block.pool
+        pool.insert(pool.merged(block, FREE))
 
     def empty_cache(self) -> None:
         """torch.cuda.empty_cache(): every segment without a live block goes back to the driver."""
@@ -207,11 +198,8 @@ class CachingAllocator:
         return {block.address: block for block in chain if block.state < FREE}
 
     def _adopt_block(self, block: Block) -> None:
-        if block.state == FREE:
-            self._insert(block)
-            return
-        if block.state == UNMAPPED:
-            self._insert_unmapped(block)
+        if block.state >= FREE:
+            block.pool.insert(block)
             return
         self.requested += block.requested
         if block.state == PENDING:
@@ -224,55 +212,8 @@ class CachingAllocator:
     def _pool(self, owner: int, small: bool, stream: int) -> Pool:
         key = (owner, small, stream)
         if key not in self._pools:
-            self._pools[key] = Pool(owner, small, stream)
+            self._pools[key] = Pool(owner, small, stream, self._searches.setdefault((owner, small), [0]))
         return self._pools[key]
-
-    def _insert(self, block: Block) -> None:
-        """Into the free blocks of its pool."""
-        pool = block.pool
-        block.state = FREE
-        pool.blocks[block.address] = block
-        insort(pool.free, block.size << _SHIFT | block.address)
-        if self._collects:
-            block.born = self._searches.get((pool.owner, pool.small), 0)
-
-    @staticmethod
-    def _take(block: Block) -> None:
-        """Out of the free blocks of its pool."""
-        pool = block.pool
-        del pool.free[bisect_left(pool.free, block.size << _SHIFT | block.address)]
-        del pool.blocks[block.address]
-
-    def _insert_unmapped(self, block: Block) -> None:
-        block.state = UNMAPPED
-        block.pool.blocks[block.address] = block
-        insort(block.pool.unmapped, block.address)
-
-    @staticmethod
-    def _take_unmapped(block: Block) -> None:
-        pool = block.pool
-        del pool.unmapped[bisect_left(pool.unmapped, block.address)]
-        del pool.blocks[block.address]
-
-    def _merged(self, block: Block, state: int) -> Block:
-        """The block joined with neighbours in `state` (FREE or UNMAPPED), which leave their lists."""
-        take = self._take if state == FREE else self._take_unmapped
-        left = block.left
-        if left is not None and left.state == state:
-            take(left)
-            left.size += block.size
-            left.right = block.right
-            if block.right is not None:
-                block.right.left = left
-            block = left
-        right = block.right
-        if right is not None and right.state == state:
-            take(right)
-            block.size += right.size
-            block.right = right.right
-            if block.right is not None:
-                block.right.left = block
-        return block
 
     def _splits(self, pool: Pool, rounded: int, remaining: int) -> bool:
         if pool.small or self.config.expandable_segments:
@@ -284,26 +225,21 @@ class CachingAllocator:
 
     def _search(self, pool: Pool, rounded: int) -> Block | None:
         """The free block that the request gets, out of its pool's list, or None."""
-        if self._collects:
-            key = (pool.owner, pool.small)
-            self._searches[key] = self._searches.get(key, 0) + 1
+        pool.searches[0] += 1
         found = self._find(pool, rounded)
-        if found is None:
-            return None
-        return pool.blocks.pop(pool.free.pop(found) & _MASK)
+        return None if found is None else pool.pop(found)
 
     def _find(self, pool: Pool, rounded: int) -> int | None:
         """Index into the pool's free blocks of the one that fits best, or None."""
-        free = pool.free
-        index = bisect_left(free, rounded << _SHIFT)
-        if index == len(free):
+        index = pool.first_of(rounded)
+        if index == len(pool.free):
             return None
-        block = pool.blocks[free[index] & _MASK]
+        block = pool.at(index)
         if block.range is not None:
             index = self._find_expandable(pool, index)
             if index is None:
                 return None
-            block = pool.blocks[free[index] & _MASK]
+            block = pool.at(index)
         limit = self.config.max_split_bytes
         if limit is not None:
             if rounded < limit <= block.size:
@@ -314,17 +250,17 @@ class CachingAllocator:
 
     def _find_expandable(self, pool: Pool, index: int) -> int | None:
         """Where the search ends that met an expandable block at `index`."""
-        free, blocks = pool.free, pool.blocks
-        block = blocks[free[index] & _MASK]
+        last = len(pool.free) - 1
+        block = pool.at(index)
         if not self.config.expandable_segments:  # switched off since: such blocks are skipped
             while block.range is not None:
-                index += 1
-                if index == len(free):
+                if index == last:
                     return None
-                block = blocks[free[index] & _MASK]
+                index += 1
+                block = pool.at(index)
             return index
-        while block.range is not None and index + 1 < len(free):
-            following = blocks[free[index + 1] & _MASK]
+        while block.range is not None and index < last:
+            following = pool.at(index + 1)
             if _reach(following) >= _reach(block):
                 break
             index, block = index + 1, following
@@ -391,7 +327,7 @@ class CachingAllocator:
             block = self._map(room, min(rounded - block.size, room.size))
             if block is None:
                 return None
-        self._take(block)
+        pool.take(block)
         return block
 
     def _room(self, pool: Pool, rounded: int) -> Block:
@@ -410,7 +346,7 @@ class CachingAllocator:
         range_ = ExpandableRange(base=self.driver.reserve_range(), page=page)
         block = Block(range_.base, self._range_span(page), pool, UNMAPPED, range_)
         self._heads[block.address] = block
-        self._insert_unmapped(block)
+        pool.insert(block)
         return block
 
     def _map(self, block: Block, nbytes: int) -> Block | None:
@@ -420,17 +356,13 @@ class CachingAllocator:
             return None
         if self.log is not None:
             self.log.append((SEGMENT_MAP, block.address, mapped, block.pool.stream))
-        self._take_unmapped(block)
+        pool = block.pool
+        pool.take(block)
         if mapped < block.size:
-            rest = Block(block.address + mapped, block.size - mapped, block.pool, UNMAPPED, block.range)
-            rest.left, rest.right = block, block.right
-            if rest.right is not None:
-                rest.right.left = rest
-            block.right, block.size = rest, mapped
-            self._insert_unmapped(rest)
+            pool.insert(block.split_off(mapped, UNMAPPED))
         self._add_reserved(mapped)
-        block = self._merged(block, FREE)
-        self._insert(block)
+        block = pool.merged(block, FREE)
+        pool.insert(block)
         return block
 
     def _unmap(self, block: Block) -> None:
@@ -440,33 +372,23 @@ class CachingAllocator:
         end = range_.base + (block.address + block.size - range_.base) // range_.page * range_.page
         if begin >= end:
             return
-        self._take(block)
+        pool.take(block)
         head, tail = begin - block.address, block.address + block.size - end
         hole = block
         if head:
-            hole = Block(begin, 0, pool, UNMAPPED, range_)
-            hole.left, hole.right = block, block.right
-            if hole.right is not None:
-                hole.right.left = hole
-            block.right, block.size = hole, head
-            self._insert(block)
-        hole.size = end - begin
+            hole = block.split_off(head, UNMAPPED)
+            pool.insert(block)
         if tail:
-            rest = Block(end, tail, pool, FREE, range_)
-            rest.left, rest.right = hole, hole.right
-            if rest.right is not None:
-                rest.right.left = rest
-            hole.right = rest
-            self._insert(rest)
+            pool.insert(hole.split_off(end - begin, FREE))
         self.reserved -= end - begin
         self.driver.release(begin, end - begin)
         if self.log is not None:
             self.log.append((SEGMENT_UNMAP, begin, end - begin, pool.stream))
-        hole = self._merged(hole, UNMAPPED)
+        hole = pool.merged(hole, UNMAPPED)
         if hole.left is None and hole.right is None:  # nothing of the range is mapped: it goes
             del self._heads[hole.address]
         else:
-            self._insert_unmapped(hole)
+            pool.insert(hole)
 
     def _range_span(self, page: int) -> int:
         """Bytes of addresses that a range reserves: 9/8 of the device's memory, without end where that is unknown."""
@@ -477,7 +399,7 @@ class CachingAllocator:
 
     def _release(self, block: Block) -> None:
         """Give back a segment that is one free block."""
-        self._take(block)
+        block.pool.take(block)
         del self._heads[block.address]
         self.reserved -= block.size
         self.driver.release(block.address, block.size)
@@ -498,11 +420,10 @@ class CachingAllocator:
         pools = [pool for key, pool in sorted(self._pools.items()) if key[:2] == (owner, small)]
         to_unmap = []
         for pool in pools:
-            for key in list(pool.free):
-                block = pool.blocks[key & _MASK]
+            for block in pool.free_blocks():
                 if block.range is not None:
                     to_unmap.append(block)
-                elif block.left is None and block.right is None:
+                elif block.whole:
                     self._release(block)
         for block in to_unmap:
             self._unmap(block)
@@ -513,15 +434,14 @@ class CachingAllocator:
         if limit is None:
             return False
         wanted = max(rounded, limit)
-        index = bisect_left(pool.free, wanted << _SHIFT)
-        if index < len(pool.free) and pool.blocks[pool.free[index] & _MASK].range is None:
-            self._release(pool.blocks[pool.free[index] & _MASK])
+        index = pool.first_of(wanted)
+        if index < len(pool.free) and pool.at(index).range is None:
+            self._release(pool.at(index))
             return True
         released = 0
-        for key in reversed(pool.free[:index]):
-            if released >= wanted or key >> _SHIFT < limit:
+        for block in reversed(pool.free_blocks()[:index]):
+            if released >= wanted or block.size < limit:
                 break
-            block = pool.blocks[key & _MASK]
             if block.range is None:
                 self._release(block)
                 released += block.size
@@ -533,13 +453,12 @@ class CachingAllocator:
         if self.reserved <= threshold:
             return
         target, reclaimed = self.reserved - threshold, 0
-        searches = self._searches.get((0, False), 0)
         ages = {
-            block: searches - block.born
+            block: pool.searches[0] - block.born
             for key, pool in sorted(self._pools.items())
             if key[:2] == (0, False)
-            for block in (pool.blocks[entry & _MASK] for entry in pool.free)
-            if block.left is None and block.right is None and block.range is None
+            for block in pool.free_blocks()
+            if block.whole
         }
         while ages and reclaimed < target:
             # Blocks of the mean age and older go, also past the target, so that this does not run at every growth.
