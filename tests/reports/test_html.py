@@ -49,6 +49,7 @@ def test_no_errors_no_network_and_everything_is_on_the_page(page, report, two_ra
     assert page.get_log("browser") == []
     requests = [json.loads(entry["message"])["message"] for entry in page.get_log("performance")]
     urls = [r["params"]["request"]["url"] for r in requests if r["method"] == "Network.requestWillBeSent"]
+    assert report.as_uri() in urls  # what is asked for is seen
     assert [url for url in urls if not url.startswith(("file:", "data:", "blob:"))] == []
     assert page.execute_script("return document.documentElement.scrollWidth") <= width  # nothing sticks out
     text = page.execute_script("return document.body.innerText")
