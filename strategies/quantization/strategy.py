@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from metapeak.tracer.spec import StepSpec
 
 
+_ORIGINS = {
+    "method qlora": "what method qlora takes unless told otherwise",
+    "checkpoint": "from the checkpoint's quantization_config",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Quantization(NoOpStrategy):
     """Weights of the linear layers quantised by `scheme` (a name in SCHEMES).
@@ -150,6 +156,29 @@ class Quantization(NoOpStrategy):
             compute_dtype=compute_dtype or source.weight.dtype,
             quant_storage=getattr(torch, STORAGE_DTYPES[self.quant_storage]),
         )
+
+    def notes(self, module: nn.Module) -> tuple[str, ...]:
+        from metapeak.strategies.quantization.replace import quantized_layers
+
+        layers = quantized_layers(module)
+        packed, nbytes = (
+            sum(getattr(part, name) for part in layers.values()) for name in ("weight_numel", "weight_nbytes")
+        )
+        sentences = [
+            f"{self._described()} on {len(layers)} linear layers: {packed:,} weights in {nbytes:,} bytes "
+            f"({nbytes / packed:.4f} a weight); " + _ORIGINS.get(self.origin, "as asked")
+        ]
+        experts = {id(item): item.numel() for item in module.parameters() if item.dim() >= 3 and not item.requires_grad}
+        if experts:
+            sentences.append(
+                f"{sum(experts.values()):,} weights are in parameters of three dimensions (fused experts) and stay as "
+                "they are: bitsandbytes in transformers 5 quantises linear layers alone; packed experts of GPTQ and "
+                "AWQ checkpoints are not counted"
+            )
+        return tuple(sentences)
+
+    def _described(self) -> str:
+        return f"{self.scheme} with double quantisation" if self.double_quant else self.scheme
 
     def assumptions(self) -> tuple[str, ...]:
         sentences = []

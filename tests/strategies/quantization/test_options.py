@@ -168,3 +168,21 @@ def test_the_report_says_what_was_taken(tmp_path):
     said = " ".join(simulate(folder(tmp_path), STEP, strategies("--method", "qlora")).how.assumptions)
     assert "prepare_model_for_kbit_training is taken not to run" in said
     assert "compute in the dtype of the weights" in said
+    assert "nf4 with double quantisation on 14 linear layers: 81,920 weights" in said
+    assert "what method qlora takes unless told otherwise" in said
+
+
+def test_fused_experts_stay_and_the_report_says_so():
+    import torch
+
+    config = transformers.MixtralConfig(
+        num_hidden_layers=1, hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1,
+        num_local_experts=2, vocab_size=96,
+    )  # fmt: skip
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(config)
+    base = Quantization()
+    module = LoRA(targets=("q_proj",)).prepare(base.prepare(module))
+    assert any(
+        f"{2 * 3 * 64 * 96:,} weights are in parameters of three dimensions" in note for note in base.notes(module)
+    )
