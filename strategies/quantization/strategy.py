@@ -10,7 +10,7 @@ prepare_model_for_kbit_training; the libraries named in each file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from metapeak.strategies.quantization.schemes import (
     check_scheme,
 )
 from metapeak.tracer.errors import InputError
+from metapeak.tracer.simulation import Option
 
 if TYPE_CHECKING:
     from torch import nn
@@ -156,6 +157,19 @@ class Quantization(NoOpStrategy):
             compute_dtype=compute_dtype or source.weight.dtype,
             quant_storage=getattr(torch, STORAGE_DTYPES[self.quant_storage]),
         )
+
+    def resolved(self, module: nn.Module) -> Mapping[str, Option]:
+        from metapeak.strategies.quantization.replace import quantized_layers
+
+        values = {"quantization": self.scheme, "kbit_prepare": self.kbit_prepare}
+        if self.method == "bitsandbytes" and self.bits == 4:
+            values |= {"double_quant": self.double_quant, "quant_storage": self.quant_storage}
+            computes = next(iter(quantized_layers(module).values())).compute_dtype
+            values["compute_dtype"] = next(name for name, full in DTYPES.items() if full == str(computes)[6:])
+        elif self.method in ("gptq", "awq"):
+            values["group_size"] = self.group_size
+        origin = {"checkpoint": "model config", "method qlora": "method qlora"}.get(self.origin, "default")
+        return {name: Option(value=value, origin=origin) for name, value in values.items() if value is not None}
 
     def notes(self, module: nn.Module) -> tuple[str, ...]:
         from metapeak.strategies.quantization.replace import quantized_layers

@@ -7,6 +7,7 @@ import pytest
 import transformers
 
 from metapeak.reports.options import add_to_parser, resolve_options, strategies_of
+from metapeak.reports.summary import describe_method
 from metapeak.strategies import simulate
 from metapeak.strategies.lora import LoRA
 from metapeak.strategies.quantization import Quantization
@@ -183,6 +184,14 @@ def test_fused_experts_stay_and_the_report_says_so():
         module = transformers.AutoModelForCausalLM.from_config(config)
     base = Quantization()
     module = LoRA(targets=("q_proj",)).prepare(base.prepare(module))
-    assert any(
-        f"{2 * 3 * 64 * 96:,} weights are in parameters of three dimensions" in note for note in base.notes(module)
-    )
+    said = f"{2 * 3 * 64 * 96:,} weights are in parameters of three dimensions"
+    assert any(said in note for note in base.notes(module))
+
+
+def test_options_show_where_the_base_comes_from(tmp_path):
+    result = simulate(folder(tmp_path, GPTQ), STEP, [LoRA()])
+    assert (result.options["quantization"].value, result.options["quantization"].origin) == ("gptq4", "model config")
+    assert result.options["group_size"].value == 32
+    packed = simulate(folder(tmp_path), STEP, strategies("--method", "qlora")).options
+    assert (packed["compute_dtype"].value, packed["double_quant"].origin) == ("fp16", "method qlora")
+    assert describe_method(result).endswith(", on a gptq4 base")
