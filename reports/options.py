@@ -208,7 +208,9 @@ def _from_file(path: str) -> dict[str, Option]:
 
 
 def _flat(name: str, value: Any) -> list[tuple[str, Any]]:
-    """The options of one key: `lora: {rank: 8}` is lora_rank, for every name that has options below it; `type` is the option itself."""
+    """The options of one key: `lora: {rank: 8}` is lora_rank, for every name that has options below it; `type` is the
+    option itself.
+    """
     if not isinstance(value, Mapping):
         return [(name, value)]
     value = {name if key == "type" else key: item for key, item in value.items()}

@@ -133,6 +133,8 @@ def test_a_quantised_checkpoint_is_trained_as_it_is(tmp_path):
         simulate(reference, STEP)
     with pytest.raises(InputError, match=r"is quantised already \(gptq\); nf4 was asked for"):
         simulate(reference, STEP, strategies("--method", "qlora", "--quantization", "nf4"))
+    with pytest.raises(InputError, match="with group_size 32; 64 was asked for"):
+        simulate(reference, STEP, strategies("--method", "lora", "--quantization", "gptq4", "--group-size", "64"))
     asked, own = (
         simulate(reference, STEP, strategies("--method", method, *more))
         for method, more in (("qlora", ("--quantization", "gptq4", "--group-size", "32")), ("lora", ()))
