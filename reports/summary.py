@@ -99,8 +99,9 @@ def describe_method(simulation: Simulation) -> str:
     """What is trained: LoRA r16 on q_proj, v_proj (PEFT's default for llama)."""
     options, model = simulation.options, simulation.model
     method = options["method"].value if "method" in options else None
-    if method == "lora":
-        return _describe_lora(options)
+    if method in ("lora", "qlora"):
+        base = options["quantization"].value if "quantization" in options else None
+        return _describe_lora(options) + (f", on a {base} base" if base not in (None, "none") else "")
     if method == "frozen-base":
         return f"frozen base, {', '.join(options['trainable'].value)} trained"
     return "full fine-tune" if model.trainable_parameters == model.parameters else "partly frozen"

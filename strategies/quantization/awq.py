@@ -16,6 +16,7 @@ from torch import nn
 
 from metapeak.strategies.quantization import kernels  # noqa: F401  (defines torch.ops.awq)
 from metapeak.strategies.quantization.layer import QuantizedLayer, hold
+from metapeak.tracer.errors import InputError
 
 
 class AwqLinear(QuantizedLayer, nn.Module):
@@ -27,6 +28,12 @@ class AwqLinear(QuantizedLayer, nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.bits = in_features, out_features, bits
         self.group_size = group_size if group_size != -1 else in_features
+        if in_features % self.group_size or out_features % (32 // bits):
+            raise InputError(
+                f"AWQ packs layers whose inputs are a multiple of the group size ({self.group_size}) and whose outputs "
+                f"are one of {32 // bits}; found one of {in_features} inputs and {out_features} outputs. Leave it out "
+                "with --skip-modules."
+            )
         groups, packed = in_features // self.group_size, out_features // (32 // bits)
         # GPTQModel casts scales and bias to the dtype of the first input; either has 16 bits.
         dtype = source.weight.dtype if source.weight.dtype == torch.bfloat16 else torch.float16

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from metapeak.strategies.quantization.schemes import SCHEMES, STORAGE_DTYPES
 from metapeak.strategies.quantization.strategy import Quantization
+from metapeak.tracer.errors import InputError
 
 if TYPE_CHECKING:
     from metapeak.strategies.base import Strategy
@@ -56,10 +57,19 @@ def with_checkpoint_quantization(
     if any(strategy.scheme != own.scheme and strategy.origin == "option" for strategy in asked):
         return list(strategies), ()
     if asked:
+        _refuse_other_options(resolved.id, asked[0], own)
         kept = ("kbit_prepare", "kbit_cast_back", "gptq_kernel")
         own = dataclasses.replace(own, **{name: getattr(asked[0], name) for name in kept})
         return [own if strategy is asked[0] else strategy for strategy in strategies], ()
     return [own, *strategies], ()
+
+
+def _refuse_other_options(model: str, asked: Quantization, own: Quantization) -> None:
+    for field in dataclasses.fields(Quantization):
+        if field.name in ("compute_dtype", "quant_storage", "group_size", "skip_modules"):
+            value, there = getattr(asked, field.name), getattr(own, field.name)
+            if value not in (field.default, there):
+                raise InputError(f"{model} is quantised already, with {field.name} {there}; {value} was asked for.")
 
 
 def _bitsandbytes(there: Mapping[str, Any]) -> Quantization:

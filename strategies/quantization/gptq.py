@@ -19,6 +19,7 @@ from torch import nn
 
 from metapeak.strategies.quantization import kernels  # noqa: F401  (defines torch.ops.gptq)
 from metapeak.strategies.quantization.layer import QuantizedLayer, hold
+from metapeak.tracer.errors import InputError
 
 
 class GptqLinear(QuantizedLayer, nn.Module):
@@ -38,6 +39,11 @@ class GptqLinear(QuantizedLayer, nn.Module):
         dtype: torch.dtype = torch.float16,
     ):
         super().__init__()
+        if in_features % 32 or out_features % 32:
+            raise InputError(
+                f"GPTQ packs layers whose sides are multiples of 32; found one of {in_features} inputs and "
+                f"{out_features} outputs. Leave it out with --skip-modules."
+            )
         self.in_features, self.out_features, self.bits, self.kernel = in_features, out_features, bits, kernel
         self.group_size = group_size if group_size != -1 else in_features
         groups = -(in_features // -self.group_size)

@@ -10,7 +10,7 @@ prepare_model_for_kbit_training; the libraries named in each file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from metapeak.strategies.quantization.schemes import (
     check_scheme,
 )
 from metapeak.tracer.errors import InputError
+from metapeak.tracer.simulation import Option
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
     from metapeak.strategies.base import Strategy
     from metapeak.tracer.models import ResolvedModel
     from metapeak.tracer.spec import StepSpec
+
+
+_ORIGINS = {
+    "method qlora": "what method qlora takes unless told otherwise",
+    "checkpoint": "from the checkpoint's quantization_config",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +157,42 @@ class Quantization(NoOpStrategy):
             compute_dtype=compute_dtype or source.weight.dtype,
             quant_storage=getattr(torch, STORAGE_DTYPES[self.quant_storage]),
         )
+
+    def resolved(self, module: nn.Module) -> Mapping[str, Option]:
+        from metapeak.strategies.quantization.replace import quantized_layers
+
+        values = {"quantization": self.scheme, "kbit_prepare": self.kbit_prepare}
+        if self.method == "bitsandbytes" and self.bits == 4:
+            values |= {"double_quant": self.double_quant, "quant_storage": self.quant_storage}
+            computes = next(iter(quantized_layers(module).values())).compute_dtype
+            values["compute_dtype"] = next(name for name, full in DTYPES.items() if full == str(computes)[6:])
+        elif self.method in ("gptq", "awq"):
+            values["group_size"] = self.group_size
+        origin = {"checkpoint": "model config", "method qlora": "method qlora"}.get(self.origin, "default")
+        return {name: Option(value=value, origin=origin) for name, value in values.items() if value is not None}
+
+    def notes(self, module: nn.Module) -> tuple[str, ...]:
+        from metapeak.strategies.quantization.replace import quantized_layers
+
+        layers = quantized_layers(module)
+        packed, nbytes = (
+            sum(getattr(part, name) for part in layers.values()) for name in ("weight_numel", "weight_nbytes")
+        )
+        sentences = [
+            f"{self._described()} on {len(layers)} linear layers: {packed:,} weights in {nbytes:,} bytes "
+            f"({nbytes / packed:.4f} a weight); " + _ORIGINS.get(self.origin, "as asked")
+        ]
+        experts = {id(item): item.numel() for item in module.parameters() if item.dim() >= 3 and not item.requires_grad}
+        if experts:
+            sentences.append(
+                f"{sum(experts.values()):,} weights are in parameters of three dimensions (fused experts) and stay as "
+                "they are: bitsandbytes in transformers 5 quantises linear layers alone; packed experts of GPTQ and "
+                "AWQ checkpoints are not counted"
+            )
+        return tuple(sentences)
+
+    def _described(self) -> str:
+        return f"{self.scheme} with double quantisation" if self.double_quant else self.scheme
 
     def assumptions(self) -> tuple[str, ...]:
         sentences = []

@@ -7,6 +7,7 @@ import pytest
 import transformers
 
 from metapeak.reports.options import add_to_parser, resolve_options, strategies_of
+from metapeak.reports.summary import describe_method
 from metapeak.strategies import simulate
 from metapeak.strategies.lora import LoRA
 from metapeak.strategies.quantization import Quantization
@@ -132,6 +133,8 @@ def test_a_quantised_checkpoint_is_trained_as_it_is(tmp_path):
         simulate(reference, STEP)
     with pytest.raises(InputError, match=r"is quantised already \(gptq\); nf4 was asked for"):
         simulate(reference, STEP, strategies("--method", "qlora", "--quantization", "nf4"))
+    with pytest.raises(InputError, match="with group_size 32; 64 was asked for"):
+        simulate(reference, STEP, strategies("--method", "lora", "--quantization", "gptq4", "--group-size", "64"))
     asked, own = (
         simulate(reference, STEP, strategies("--method", method, *more))
         for method, more in (("qlora", ("--quantization", "gptq4", "--group-size", "32")), ("lora", ()))
@@ -168,3 +171,29 @@ def test_the_report_says_what_was_taken(tmp_path):
     said = " ".join(simulate(folder(tmp_path), STEP, strategies("--method", "qlora")).how.assumptions)
     assert "prepare_model_for_kbit_training is taken not to run" in said
     assert "compute in the dtype of the weights" in said
+    assert "nf4 with double quantisation on 14 linear layers: 81,920 weights" in said
+    assert "what method qlora takes unless told otherwise" in said
+
+
+def test_fused_experts_stay_and_the_report_says_so():
+    import torch
+
+    config = transformers.MixtralConfig(
+        num_hidden_layers=1, hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1,
+        num_local_experts=2, vocab_size=96,
+    )  # fmt: skip
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(config)
+    base = Quantization()
+    module = LoRA(targets=("q_proj",)).prepare(base.prepare(module))
+    said = f"{2 * 3 * 64 * 96:,} weights are in parameters of three dimensions"
+    assert any(said in note for note in base.notes(module))
+
+
+def test_options_show_where_the_base_comes_from(tmp_path):
+    result = simulate(folder(tmp_path, GPTQ), STEP, [LoRA()])
+    assert (result.options["quantization"].value, result.options["quantization"].origin) == ("gptq4", "model config")
+    assert result.options["group_size"].value == 32
+    packed = simulate(folder(tmp_path), STEP, strategies("--method", "qlora")).options
+    assert (packed["compute_dtype"].value, packed["double_quant"].origin) == ("fp16", "method qlora")
+    assert describe_method(result).endswith(", on a gptq4 base")

@@ -9,6 +9,7 @@ from metapeak.strategies.quantization.awq import AwqLinear
 from metapeak.strategies.quantization.gptq import GptqLinear
 from metapeak.strategies.quantization.linear4bit import Linear4bit
 from metapeak.strategies.quantization.linear8bit import Linear8bitLt
+from metapeak.tracer.errors import InputError
 
 # (in_features, out_features): multiples of every block, of none, odd products, one block and less, statistics of a
 # second block and more than one second-level block.
@@ -102,3 +103,9 @@ def test_awq_storage():
     assert [described(getattr(ours, name)) for name in ("qweight", "qzeros", "scales", "bias")] == [
         ((4096, 1792), torch.int32), ((64, 1792), torch.int32), ((64, 14336), torch.float16), ((14336,), torch.float16),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("layer, options", [(GptqLinear, {}), (AwqLinear, {"group_size": 32})])
+def test_layers_that_cannot_be_packed_are_refused(layer, options):
+    with pytest.raises(InputError, match="found one of 40 inputs and 64 outputs"):
+        layer(nn.Linear(40, 64, device="meta"), 40, 64, **options)
