@@ -1,10 +1,10 @@
-"""The command `metapeak diff SNAPSHOT MODEL`."""
+"""`metapeak diff`."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+
+from metapeak.reports.commands.base import DONE, add_json, add_model, check_targets, put_result, quiet_transformers
 
 
 class Diff:
@@ -14,20 +14,14 @@ class Diff:
     help = "a memory snapshot of your GPU beside the prediction: what matches, what was missed"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        from metapeak.reports.options import add_to_parser
-
         parser.add_argument("snapshot", metavar="SNAPSHOT", help="a file of torch.cuda.memory._dump_snapshot()")
-        parser.add_argument("model", metavar="MODEL", help="Hugging Face id, folder, config.json or file.py:function")
-        add_to_parser(parser)
+        add_model(parser)
         output = parser.add_argument_group("recording and output")
         output.add_argument("--device", type=int, metavar="N", help="whose events, if the file has several devices'")
-        output.add_argument("--json", metavar="FILE", help="write the result as JSON; - is stdout, alone")
-        output.add_argument("--force", action="store_true", help="replace files that exist")
+        add_json(output)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from metapeak.reports.cli import DONE, make_console, quiet_transformers
         from metapeak.reports.diff import diff_record, print_diff
-        from metapeak.reports.files import check_all_writable, write_whole
         from metapeak.reports.options import allocator_of, gpu_of, model_spec, resolve_options, step_spec, strategies_of
         from metapeak.reports.progress import Progress
         from metapeak.strategies import simulate
@@ -37,9 +31,7 @@ class Diff:
 
         quiet_transformers()
         options = resolve_options(arguments)
-        targets = check_all_writable(
-            {"--json": arguments.json if arguments.json != "-" else None}, force=arguments.force
-        )
+        targets = check_targets(arguments)
         with Progress() as progress:
             # the recording first: what is wrong with it is known before the seconds that a trace takes
             progress(f"reading {arguments.snapshot}")
@@ -56,13 +48,10 @@ class Diff:
             progress("matching requests")
             rank = simulation.worst
             comparison = compare(recording, rank.liveness)
-        if arguments.json is None:
-            print_diff(arguments.snapshot, comparison, simulation, rank, make_console())
-            return DONE
-        text = json.dumps(diff_record(arguments.snapshot, comparison, simulation), indent=2) + "\n"
-        if "--json" in targets:
-            write_whole(targets["--json"], text)
-            print(f"wrote {targets['--json']}", file=sys.stderr)
-        else:
-            sys.stdout.write(text)
+        put_result(
+            arguments,
+            targets,
+            lambda: diff_record(arguments.snapshot, comparison, simulation),
+            lambda out: print_diff(arguments.snapshot, comparison, simulation, rank, out),
+        )
         return DONE

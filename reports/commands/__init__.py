@@ -1,0 +1,1 @@
+"""One file a command: what it takes, what it calls, what it prints."""
