@@ -36,7 +36,8 @@ Note [Reentrant]
     the whole region again, with grad and without an early stop, and then a backward of its own through what it made: so
     recomputed tensors are saved variables and live until their node is released, and the region's outputs and their
     gradients until that backward is over. Keyword arguments are held by the node's closure, not as saved variables:
-    they live as long as the graph does, that is, as the loss. Source: torch/utils/checkpoint.py, CheckpointFunction.
+    they live as long as the graph does, that is, until the loop lets go of the loss. Source: CheckpointFunction in
+    torch/utils/checkpoint.py.
 """
 
 from __future__ import annotations
@@ -270,10 +271,10 @@ def _reentrant_region(graph: StepGraph, call: int) -> Region:
 
 
 def _graph_over(graph: StepGraph, operation: int) -> tuple[int, int]:
-    """(tick, operations recorded) when the autograd graph of a forward operation goes: with its loss."""
+    """(tick, operations recorded) when the autograd graph of a forward operation goes: after its loss's backward."""
     births = [graph.birth[loss] for loss in graph.saved.losses]
-    loss = graph.saved.losses[bisect_left(births, operation)]
-    return graph.saved.eager_death_tick[loss], graph.saved.eager_death[loss]
+    operations, tick = graph.saved.graph_ends[bisect_left(births, operation)]
+    return tick, operations
 
 
 def keeping(graph: StepGraph, regions: Iterable[Region], operations: Iterable[int]) -> list[Region]:

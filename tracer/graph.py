@@ -45,7 +45,8 @@ class SavedTensors:
     with the ticks of each; unpacked is -1 for a tensor that backward never read.
     Rows of module calls: `call_module`, `call_ops` (first operation, operation after the last), `call_saves` likewise,
     `call_ticks` (when it began and ended), `call_inputs` (the storages of all its arguments),
-    `call_keywords` (of its keyword arguments). `losses`: the storage of each forward's loss.
+    `call_keywords` (of its keyword arguments). `losses`: the storage of each forward's loss,
+    `graph_ends` (operations recorded, tick) when the autograd graph behind it went.
     `casts`: storages that autocast's cache held; `cast_reuses`: (storage, operations recorded, tick) of each time that
     one was found there.
     `backward_of` has a row an operation: the forward operation whose gradient it computes, -1 for none.
@@ -67,6 +68,7 @@ class SavedTensors:
     call_inputs: list[tuple[int, ...]] = field(default_factory=list)
     call_keywords: list[tuple[int, ...]] = field(default_factory=list)
     losses: list[int] = field(default_factory=list)
+    graph_ends: list[list[int]] = field(default_factory=list)
     casts: list[int] = field(default_factory=list)
     cast_reuses: list[list[int]] = field(default_factory=list)
     backward_of: list[int] = field(default_factory=list)

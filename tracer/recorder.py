@@ -395,9 +395,14 @@ class Recorder:
             saved.casts.append(row)
 
     def note_loss(self, loss: torch.Tensor) -> None:
-        """Remember whose death is the end of the iteration's autograd graph."""
+        """Remember which forward the next autograd graph is of."""
         if self._saves is not None and type(loss) is PhantomTensor:
             self.graph.saved.losses.append(self.graph.value_storage[self.value_of(loss)])
+
+    def note_graph_end(self) -> None:
+        """The autograd graph of the last loss that was noted is gone."""
+        if self._saves is not None and len(self.graph.saved.graph_ends) < len(self.graph.saved.losses):
+            self.graph.saved.graph_ends.append([self.graph.num_ops, self.tick()])
 
     def _leave_module(self, module, args, output) -> None:
         if self._module_stack:

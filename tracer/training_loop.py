@@ -90,6 +90,7 @@ class TrainingLoop:
                         progress(f"iteration {iteration}: backward")
                         scaler.scale(loss / self.grad_accum if self.grad_accum > 1 else loss).backward()
                         loss = loss.detach()
+                        recorder.note_graph_end()
                 with recorder.phase(Phase.OPTIMIZER, iteration):
                     if optimizer is None:
                         model.zero_grad(set_to_none=True)

@@ -76,6 +76,7 @@ def run_on_cpu(model, batch, make_optimizer, iterations=2, also=()):
                 watch.run.ends[watch.phase] = watch.live()
                 watch.phase = (iteration, "backward")
                 loss.backward()
+                loss = loss.detach()  # as the Hugging Face Trainer
                 watch.run.ends[watch.phase] = watch.live()
                 watch.phase = (iteration, "optimizer")
                 optimizer.step()
