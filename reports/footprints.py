@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from metapeak.reports.data import SCHEMA_VERSION, model_record, record_of
-from metapeak.reports.options import gpu_of, model_spec, options_of, resolve, step_spec, strategies_of
 from metapeak.reports.sizes import gib
 from metapeak.reports.summary import NARROW, describe_step, print_sentences
-from metapeak.strategies import simulate
 from metapeak.strategies.footprints import PRETRAINING_SEQ_LEN, Case, Footprint
+from metapeak.strategies.request import simulate_resolved, step_spec
+from metapeak.strategies.settings import options_of, resolve
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.simulation import Option, Simulation
 
@@ -43,14 +43,7 @@ def simulate_case(
     step = step_spec(options)
     if case.long:
         step = replace(step, default_seq_len=PRETRAINING_SEQ_LEN)
-    return simulate(
-        model_spec(model, options),
-        step,
-        strategies_of(options),
-        gpu=gpu_of(options),
-        options=options,
-        progress=lambda what: progress(f"{case.name}: {what}"),
-    )
+    return simulate_resolved(model, options, step=step, progress=lambda what: progress(f"{case.name}: {what}"))
 
 
 def footprints_record(results: Sequence[Footprint]) -> dict[str, Any]:

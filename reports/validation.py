@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from metapeak.reports.options import gpu_of, model_spec, options_of, resolve, step_spec, strategies_of
 from metapeak.reports.receipts import Receipt, Refused, options_of_receipt
 from metapeak.reports.sizes import gib
-from metapeak.strategies import simulate
+from metapeak.strategies.request import simulate_resolved
+from metapeak.strategies.settings import options_of, resolve
 from metapeak.tracer.errors import MetapeakError
 from metapeak.tracer.liveness import Category
 from metapeak.tracer.simulation import RankResult
@@ -77,10 +77,7 @@ def predict(receipts: Sequence[Receipt]) -> list[Prediction]:
     first, started = receipts[0], time.perf_counter()
     try:
         options = resolve(options_of(options_of_receipt(first), f"receipt {first.id}"))
-        simulation = simulate(
-            model_spec(first.model, options), step_spec(options), strategies_of(options), gpu=gpu_of(options),
-            options=options,
-        )  # fmt: skip
+        simulation = simulate_resolved(first.model, options)
     except (Refused, MetapeakError) as error:
         return [Prediction(receipt=receipt, refused=str(error)) for receipt in receipts]
     seconds = time.perf_counter() - started

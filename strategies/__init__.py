@@ -14,6 +14,7 @@ from metapeak.strategies.gradient_checkpointing import (
     parse_policy,
 )
 from metapeak.strategies.lora import LoRA
+from metapeak.strategies.request import simulate_options
 
 __all__ = [
     "CheckpointEveryBlock",
@@ -25,4 +26,5 @@ __all__ = [
     "apply_checkpoint_plan",
     "parse_policy",
     "simulate",
+    "simulate_options",
 ]

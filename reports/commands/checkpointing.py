@@ -32,18 +32,11 @@ class Checkpointing:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from metapeak.reports.checkpointing import print_study, study_record
-        from metapeak.reports.options import (
-            allocator_of,
-            gpu_of,
-            memory_of,
-            model_spec,
-            model_strategies,
-            resolve_options,
-            step_spec,
-        )
+        from metapeak.reports.options import resolve_options
         from metapeak.reports.progress import Progress
         from metapeak.strategies.checkpoint_study import study_checkpointing, verify
         from metapeak.strategies.gradient_checkpointing import Nothing, parse_policy
+        from metapeak.strategies.request import allocator_of, gpu_of, memory_of, model_spec, model_strategies, step_spec
 
         quiet_transformers()
         options = resolve_options(arguments)

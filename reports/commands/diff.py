@@ -22,9 +22,9 @@ class Diff:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from metapeak.reports.diff import diff_record, print_diff
-        from metapeak.reports.options import allocator_of, gpu_of, model_spec, resolve_options, step_spec, strategies_of
+        from metapeak.reports.options import resolve_options
         from metapeak.reports.progress import Progress
-        from metapeak.strategies import simulate
+        from metapeak.strategies.request import simulate_resolved
         from metapeak.tracer.device.comparison import compare
         from metapeak.tracer.device.recording import recording_of
         from metapeak.tracer.device.snapshot_reader import read_snapshot
@@ -36,15 +36,7 @@ class Diff:
             # the recording first: what is wrong with it is known before the seconds that a trace takes
             progress(f"reading {arguments.snapshot}")
             recording = recording_of(read_snapshot(arguments.snapshot), arguments.device)
-            simulation = simulate(
-                model_spec(arguments.model, options),
-                step_spec(options),
-                strategies_of(options),
-                gpu=gpu_of(options),
-                allocator=allocator_of(options),
-                options=options,
-                progress=progress,
-            )
+            simulation = simulate_resolved(arguments.model, options, progress=progress)
             progress("matching requests")
             rank = simulation.worst
             comparison = compare(recording, rank.liveness)

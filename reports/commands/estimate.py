@@ -26,35 +26,19 @@ class Estimate:
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        from metapeak.reports.options import (
-            allocator_of,
-            gpu_of,
-            model_spec,
-            resolve_options,
-            step_spec,
-            strategies_of,
-        )
+        from metapeak.reports.options import resolve_options
         from metapeak.reports.outputs import check_outputs, print_json, write_outputs
         from metapeak.reports.progress import Progress
-        from metapeak.strategies import simulate
+        from metapeak.strategies.request import gpu_of, simulate_resolved
         from metapeak.tracer.simulation import Verdict
 
         quiet_transformers()
         options = resolve_options(arguments)
-        gpu, allocator = gpu_of(options), allocator_of(options)
-        if arguments.require_fit and gpu is None:
+        if arguments.require_fit and gpu_of(options) is None:
             raise InputError("--require-fit needs --gpu or --gpu-memory to fit into.")
         targets = check_outputs(arguments)
         with Progress() as progress:
-            simulation = simulate(
-                model_spec(arguments.model, options),
-                step_spec(options),
-                strategies_of(options),
-                gpu=gpu,
-                allocator=allocator,
-                options=options,
-                progress=progress,
-            )
+            simulation = simulate_resolved(arguments.model, options, progress=progress)
         # files first: whoever reads stdout may close it early
         write_outputs(simulation, targets)
         if arguments.json == "-":

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from metapeak.reports.options import add_to_parser, model_strategies, resolve_options, strategies_of
+from metapeak.reports.options import add_to_parser, resolve_options
 from metapeak.strategies import CheckpointEveryBlock, FrozenBase, LoRA
+from metapeak.strategies.request import model_strategies, strategies_of
 from metapeak.tracer.errors import InputError, UnknownName
 
 

@@ -10,9 +10,10 @@ from torch import nn
 
 from metapeak.reports.cli import main
 from metapeak.reports.dtypes import dtype_rows
-from metapeak.reports.options import add_to_parser, model_spec, resolve_options, step_spec
+from metapeak.reports.options import add_to_parser, resolve_options
 from metapeak.strategies import simulate
 from metapeak.strategies.precision import check_precision, precision_notes, training_loop
+from metapeak.strategies.request import model_spec, step_spec
 from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.gpus import find_gpu
 from metapeak.tracer.spec import ModelSpec, OptimizerSpec, StepSpec

@@ -6,12 +6,13 @@ import json
 import pytest
 import transformers
 
-from metapeak.reports.options import add_to_parser, resolve_options, strategies_of
+from metapeak.reports.options import add_to_parser, resolve_options
 from metapeak.reports.summary import describe_method
 from metapeak.strategies import simulate
 from metapeak.strategies.lora import LoRA
 from metapeak.strategies.quantization import Quantization
 from metapeak.strategies.quantization.from_config import checkpoint_quantization, with_checkpoint_quantization
+from metapeak.strategies.request import strategies_of
 from metapeak.tracer import ModelSpec, StepSpec
 from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.models import resolve_model

@@ -1,0 +1,286 @@
+"""Options: one table of what can be asked, with the same names on the command line, in files, receipts and Python.
+
+`resolve` fills in what nobody gave (presets, defaults) and remembers who decided each value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from metapeak.strategies.attention import ATTENTION
+from metapeak.strategies.lora import ADAPTER_DTYPES, BIASES, parse_targets
+from metapeak.strategies.loss import LOSSES
+from metapeak.strategies.methods import METHODS
+from metapeak.strategies.optimizers import IMPLEMENTATIONS
+from metapeak.strategies.precision import AUTOCAST_REGIONS, PRECISIONS
+from metapeak.strategies.presets import PRESETS, filled_in
+from metapeak.strategies.quantization.schemes import GPTQ_KERNELS, SCHEMES, STORAGE_DTYPES
+from metapeak.tracer.errors import InputError, UnknownName
+from metapeak.tracer.simulation import Option
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_SHORT = {long: short for short, long in DTYPES.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """An option: its name in every place, its type, default and help. `choices` are the known names, if closed.
+
+    `parse` makes the value of a text or a list of texts (a text alone on the command line).
+    """
+
+    name: str
+    kind: type
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+    parse: Callable[[str], Any] | None = None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    """Names separated by commas."""
+    return tuple(name for name in text.split(",") if name)
+
+
+def numbers_of(text: str) -> tuple[int, ...]:
+    """Numbers and ranges separated by commas, as 0-3,7. Raises InputError.
+
+    >>> numbers_of("0-3,7")
+    (0, 1, 2, 3, 7)
+    """
+    numbers: list[int] = []
+    for part in names_of(text):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise InputError(f"'{text}' is no list of numbers such as 0-3,7.")
+        numbers += range(int(first), int(last or first) + 1)
+    return tuple(numbers)
+
+
+SETTINGS = (
+    Setting(
+        name="preset", kind=str, default=None, choices=tuple(PRESETS),
+        help="fills in what the framework does where nothing else is given",
+    ),
+    Setting(name="task", kind=str, default=None, help="causal-lm, seq2seq-lm, ...; default: from the config"),
+    Setting(name="batch_size", kind=int, default=1, help="micro-batch of one rank"),
+    Setting(name="seq_len", kind=int, default=None, help="tokens a sample; default 2048 or the model's maximum"),
+    Setting(name="target_len", kind=int, default=None, help="decoder tokens a sample, for seq2seq; default: seq_len"),
+    Setting(name="image_size", kind=int, default=None, help="pixels a side; default: the config's"),
+    Setting(name="num_images", kind=int, default=1, help="images a sample, for image-text models"),
+    Setting(name="method", kind=str, default="full", help="what is trained; default full", choices=METHODS),
+    Setting(name="lora_rank", kind=int, default=None, help="rank of the adapters; default 16"),
+    Setting(name="lora_alpha", kind=float, default=None, help="their scale, alpha / rank; default 8, as PEFT's"),
+    Setting(
+        name="lora_targets", kind=str, default=None, parse=parse_targets,
+        help="layers that get adapters: names, all-linear or a regular expression; default: PEFT's for the model",
+    ),
+    Setting(name="lora_exclude", kind=str, default=None, parse=parse_targets, help="layers that get none"),
+    Setting(name="lora_layers", kind=str, default=None, parse=numbers_of, help="numbers of the blocks, as 0-3,7"),
+    Setting(
+        name="lora_target_parameters", kind=str, default=None, parse=names_of,
+        help="parameters that are no layer's weight (fused experts)",
+    ),
+    Setting(name="lora_dropout", kind=float, default=None, help="dropout before the adapters; default 0"),
+    Setting(name="lora_dora", kind=bool, default=None, help="weight-decomposed adapters"),
+    Setting(name="lora_rslora", kind=bool, default=None, help="rank-stabilised scale, alpha / sqrt(rank)"),
+    Setting(
+        name="lora_modules_to_save", kind=str, default=None, parse=names_of,
+        help="modules that are trained whole, beside the adapters",
+    ),
+    Setting(name="lora_bias", kind=str, default=None, help="biases that are trained; default none", choices=BIASES),
+    Setting(
+        name="adapter_dtype", kind=str, default=None, help="default fp32, as PEFT casts", choices=tuple(ADAPTER_DTYPES)
+    ),
+    Setting(
+        name="trainable", kind=str, default=None, parse=names_of,
+        help="modules or parameters that method frozen-base trains; patterns may have *",
+    ),
+    Setting(
+        name="quantization", kind=str, default=None,
+        help="of a frozen base; default none, with method qlora nf4 and double_quant", choices=("none", *SCHEMES),
+    ),
+    Setting(name="double_quant", kind=bool, default=None, help="quantise the statistics of nf4 and fp4 again"),
+    Setting(
+        name="compute_dtype", kind=str, default=None, help="of 4-bit layers; default: the weights dtype",
+        choices=tuple(DTYPES),
+    ),
+    Setting(
+        name="quant_storage", kind=str, default=None, help="what nf4 and fp4 are packed into; default uint8",
+        choices=tuple(STORAGE_DTYPES),
+    ),
+    Setting(name="group_size", kind=int, default=None, help="inputs of one GPTQ or AWQ scale; default 128, -1: all"),
+    Setting(
+        name="gptq_kernel", kind=str, default=None, help="who dequantises GPTQ in training; default torch (GPTQModel)",
+        choices=GPTQ_KERNELS,
+    ),
+    Setting(
+        name="skip_modules", kind=str, default=None, parse=names_of,
+        help="modules that are not quantised; default: the head, as transformers",
+    ),
+    Setting(
+        name="kbit_prepare", kind=bool, default=None,
+        help="run PEFT's prepare_model_for_kbit_training (norms, embeddings, head in fp32)",
+    ),
+    Setting(
+        name="kbit_cast_back", kind=bool, default=None,
+        help="after kbit_prepare: embeddings and head in bf16 again, as TRL before 1.0",
+    ),
+    Setting(name="weights_dtype", kind=str, default=None, help="default: the config's", choices=tuple(DTYPES)),
+    Setting(
+        name="precision", kind=str, default=None, help="sets weights_dtype and autocast as usual",
+        choices=tuple(PRECISIONS),
+    ),
+    Setting(
+        name="autocast", kind=str, default=None, help="dtype of an autocast region; fp16 brings a GradScaler",
+        choices=("bf16", "fp16"),
+    ),
+    Setting(
+        name="autocast_region", kind=str, default=None, choices=AUTOCAST_REGIONS,
+        help="around the model's forward as accelerate, or the loss too as plain scripts",
+    ),
+    Setting(name="grad_accum", kind=int, default=1, help="micro-batches a step"),
+    Setting(
+        name="grad_accum_dtype", kind=str, default=None, choices=("fp32",),
+        help="accumulate 16-bit gradients in buffers of this dtype; needs master_weights",
+    ),
+    Setting(name="max_grad_norm", kind=float, default=None, help="clip the norm of all gradients"),
+    Setting(name="master_weights", kind=bool, default=False, help="the optimizer works on fp32 copies of the weights"),
+    Setting(
+        name="optimizer", kind=str, default="adamw",
+        help="adamw, sgd, adafactor, lion, muon, adamw8bit, paged-adamw8bit, adamw4bit, ... (a wrong name lists them), "
+        "the Hugging Face Trainer's names, package.Class, file.py:Class or none; default adamw",
+    ),
+    Setting(
+        name="implementation", kind=str, default=None, help="of the optimizer; default: as CUDA picks for its class",
+        choices=IMPLEMENTATIONS,
+    ),
+    Setting(
+        name="state_dtype", kind=str, default=None, help="of the moments of adam and adamw; default: the parameter's",
+        choices=tuple(DTYPES),
+    ),
+    Setting(name="optimizer_args", kind=str, default=None, help="NAME=VALUE[,NAME=VALUE] for the optimizer's class"),
+    Setting(
+        name="checkpointing", kind=str, default="none",
+        help="none, full, every:N, layers:0-15,20, modules:PATTERN[,PATTERN], nested:PATTERN[,PATTERN], offload, "
+        "budget:GIB, selective:attention, selective:torchtitan, selective:matmul-every-2, selective:ops=NAME[,NAME] "
+        "or reentrant:POLICY; default none",
+    ),
+    Setting(
+        name="attention", kind=str, default=None, help="default: as CUDA would choose for the GPU",
+        choices=tuple(ATTENTION),
+    ),
+    Setting(
+        name="loss", kind=str, default=None,
+        help="default: the model's own; chunked:N, fused-linear, " + ", ".join(
+            name if family.argument is None else f"{name}:{family.argument.upper()}"
+            for name, family in LOSSES.items() if name not in ("chunked", "fused-linear")
+        ),
+    ),
+    Setting(name="loss_chunk_tokens", kind=int, default=None, help="with loss chunked: tokens a chunk (litgpt: 128)"),
+    Setting(
+        name="keep_outputs", kind=bool, default=False,
+        help="the training loop holds the model's outputs (logits) until the next iteration's",
+    ),
+    Setting(
+        name="allocator_config", kind=str, default=None,
+        help="settings of the caching allocator as in PYTORCH_CUDA_ALLOC_CONF, say expandable_segments:True",
+    ),
+    Setting(name="gpu", kind=str, default=None, help="a name from `metapeak gpus`, CARD:PROFILE for a MIG slice"),
+    Setting(
+        name="gpu_memory", kind=str, default=None,
+        help="instead of a GPU's name: all memory that torch sees of it (total_memory), as 24GiB",
+    ),
+    Setting(name="trust_remote_code", kind=bool, default=False, help="run the model code of the repository"),
+)  # fmt: skip
+BY_NAME = {setting.name: setting for setting in SETTINGS}
+
+
+def resolve(*given: Mapping[str, Option]) -> dict[str, Option]:
+    """Every setting with its value and origin: later mappings win over earlier ones, all of them over the preset, and
+    the preset over the defaults. Raises InputError or UnknownName for a value that cannot be used.
+
+    >>> options = resolve({"preset": Option(value="trl", origin="call")})
+    >>> options["seq_len"].value, options["seq_len"].origin
+    (1024, 'preset trl: trl 1.16 trainer/sft_config.py:SFTConfig.max_length')
+    """
+    options = {setting.name: Option(value=setting.default, origin="default") for setting in SETTINGS}
+    for mapping in given:
+        _override(options, mapping)
+    for name, option in options.items():
+        _check(BY_NAME[name], option)
+    preset = options["preset"].value
+    return filled_in(options, preset) if preset is not None else options
+
+
+def options_of(values: Mapping[str, Any], origin: str) -> dict[str, Option]:
+    """Options of plain values by name, checked and converted as those of a file. Raises InputError or UnknownName."""
+    options = {}
+    for key, value in values.items():
+        for name, item in _flat(str(key).replace("-", "_"), value):
+            if name not in BY_NAME:
+                raise UnknownName("option", name if isinstance(value, Mapping) else str(key), BY_NAME, f"In {origin}.")
+            options[name] = Option(value=_typed(BY_NAME[name], item, origin), origin=origin)
+    return options
+
+
+def _override(options: dict[str, Option], given: Mapping[str, Option]) -> None:
+    """Put options of a stronger origin over weaker ones; a precision first, so that what it stands for can be given."""
+    precision = given.get("precision")
+    if precision is not None and precision.value is not None:
+        _check(BY_NAME["precision"], precision)
+        weights, autocast = PRECISIONS[precision.value]
+        origin = f"{precision.origin} (--precision)"
+        options["weights_dtype"] = Option(value=_SHORT[weights], origin=origin)
+        options["autocast"] = Option(value=_SHORT[autocast] if autocast else None, origin=origin)
+    options.update(given)
+
+
+def _check(setting: Setting, option: Option) -> None:
+    if option.value is None or not setting.choices:
+        return
+    if option.value not in setting.choices:
+        raise UnknownName(setting.name.replace("_", " "), str(option.value), setting.choices)
+
+
+def _flat(name: str, value: Any) -> list[tuple[str, Any]]:
+    """The options of one key: `lora: {rank: 8}` is lora_rank, for every name that has options below it; `type` is the
+    option itself.
+    """
+    if not isinstance(value, Mapping):
+        return [(name, value)]
+    value = {name if key == "type" else key: item for key, item in value.items()}
+    inner = [(str(key).replace("-", "_"), item) for key, item in value.items()]
+    return [(f"{name}_{key}" if f"{name}_{key}" in BY_NAME or key not in BY_NAME else key, item) for key, item in inner]
+
+
+def _typed(setting: Setting, value: Any, path: str) -> Any:
+    """The value of a file as the setting wants it. Raises InputError."""
+    kind = setting.kind
+    if value is None:
+        return None
+    if setting.parse is not None and isinstance(value, (list, int)) and not isinstance(value, bool):
+        value = ",".join(str(item) for item in (value if isinstance(value, list) else [value]))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    elif isinstance(value, str) and kind is not str:
+        value = _of_text(kind, value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise InputError(f"{path}: {setting.name} is {value!r}, but has to be of type {kind.__name__}.")
+    return setting.parse(value) if setting.parse is not None else value
+
+
+def _of_text(kind: type, text: str) -> Any:
+    """A number or a truth value that was written as text; the text itself where it is none."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    try:
+        return kind(text)
+    except ValueError:
+        return text
