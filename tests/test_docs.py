@@ -49,7 +49,7 @@ def test_readme_has_the_two_commands_that_set_all_up():
 
 def test_readme_python_runs(tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     job, api, apply = blocks
     path = tmp_path / "mine.py"
     path.write_text(job)
