@@ -132,7 +132,9 @@ def attention_kernels(rank: RankResult) -> str:
 def _verdict(simulation: Simulation, rank: RankResult, console: Console) -> None:
     fit = simulation.fit
     if fit is None:
-        console.print(Text.assemble(("Needs ", "bold"), (f"{gib(rank.allocated_bytes)} GiB", "bold"), " allocated"))
+        low, high = rank.device_range
+        needs = f"{gib(rank.device_bytes)} GiB"
+        console.print(Text.assemble(("Needs ", "bold"), (needs, "bold"), f" of a GPU ({gib(low)} to {gib(high)})"))
         return
     low, high = fit.device_range
     usable = f"usable {gib(fit.gpu.usable_bytes)} GiB ({fit.gpu.usable_from})"

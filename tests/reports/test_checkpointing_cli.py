@@ -92,7 +92,7 @@ def test_a_plan_fits_its_budget_and_applies_to_a_real_model(study, folder):
 def test_the_report_shows_tables_and_curves(folder):
     done = metapeak("checkpointing", ".", *STEP, cwd=folder)
     assert done.returncode == 0 and done.stderr == ""
-    wanted = ["Policies", "Live bytes over the steady step", "Layers, each alone", "Pareto frontier", "Not modelled"]
+    wanted = ["Policies", "Live bytes over the steady step", "Layers, each alone", "Pareto frontier", "Assumed"]
     positions = [done.stdout.index(words) for words in wanted]
     assert positions == sorted(positions)
     assert "model.layers.0 ... model.layers.3" in done.stdout

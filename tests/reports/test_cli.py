@@ -105,7 +105,7 @@ def test_the_report_says_what_the_contract_wants_in_its_order():
         "Between steps",
         "Largest alive at the peak",
         "By module",
-        "Not modelled",
+        "Assumed",
     ]
     positions = [done.stdout.index(words) for words in wanted]
     assert positions == sorted(positions)
