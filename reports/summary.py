@@ -170,7 +170,7 @@ def _peak(rank: RankResult, console: Console) -> None:
         Text(
             f"  live {gib(rank.requested_bytes)} -> allocated {gib(rank.allocated_bytes)} -> "
             f"reserved {gib(rank.reserved_bytes)} ({_reserved_words(rank)}) "
-            f"-> device {gib(rank.device_bytes)}   (traced, derived, derived, {_overheads(rank)})"
+            f"-> device {gib(rank.device_bytes)}\n  (traced, derived, derived, {_overheads(rank)})"
         )
     )
 
@@ -181,12 +181,12 @@ def _reserved_words(rank: RankResult) -> str:
 
 
 def _overheads(rank: RankResult) -> str:
-    """What the driver shows beside segments: `assumed: cuda context 0.2 to 0.4, ...`."""
-    parts = [
-        f"{item.tag}: {item.name.replace('_', ' ')} {gib(item.low_bytes)} to {gib(item.high_bytes)}"
-        for item in rank.overheads.items
-    ]
-    return ", ".join(parts) or "no overheads counted"
+    """What the driver shows beside segments: `assumed: CUDA context 0.24 to 0.44, libraries 0 to 0.24`."""
+    by_tag: dict[str, list[str]] = {}
+    for item in rank.overheads.items:
+        name = item.name.replace("_", " ").replace("cuda", "CUDA")
+        by_tag.setdefault(item.tag, []).append(f"{name} {gib(item.low_bytes)} to {gib(item.high_bytes)}")
+    return "; ".join(f"{tag}: {', '.join(parts)}" for tag, parts in by_tag.items()) or "no overheads counted"
 
 
 def _phases(rank: RankResult, console: Console) -> None:

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from metapeak.strategies import apply_checkpoint_plan
 from metapeak.tracer.capture import record_training_step
-from tests.reports.test_cli import metapeak
+from tests.reports.command_line import metapeak
 
 TINY = {
     "model_type": "llama",

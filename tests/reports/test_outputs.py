@@ -5,7 +5,7 @@ import os
 import sys
 
 from metapeak.reports.cli import main
-from tests.reports.test_cli import metapeak
+from tests.reports.command_line import metapeak
 
 STEP = ("estimate", "openai-community/gpt2", "--seq-len", "16")
 

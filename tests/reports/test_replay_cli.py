@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from metapeak.reports.cli import main
-from tests.reports.test_cli import metapeak
+from tests.reports.command_line import metapeak
 
 FOLDER = Path(__file__).parent.parent / "tracer" / "device" / "snapshots"
 FILES = [str(FOLDER / f"snapshot-{number}.pickle.xz") for number in ("085", "053")]

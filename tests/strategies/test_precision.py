@@ -180,7 +180,7 @@ def test_autocast_leaves_a_loss_of_one_s_own_inside(job):
 
 
 def test_the_command_line(job, capsys):
-    flags = ["--precision", "fp16-mixed", "--grad-accum", "3", "--max-grad-norm", "1", "--keep-outputs"]
+    flags = ["--precision", "fp16-mixed", "--grad-accum", "3", "--max-grad-norm", "1"]
     assert main(["estimate", job, *flags, "--json", "-"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert {row["what"] for row in record["dtypes"]} >= {"weights", "gradients", "optimizer states"}
