@@ -81,7 +81,7 @@ def smallest_gpu(simulation: Simulation, gpus: Iterable[Gpu] | None = None) -> G
     segments = (reservation.unfragmented_peak, reservation.reserved_peak)
     fitting = [
         gpu
-        for gpu in gpus or all_gpus()
+        for gpu in (all_gpus() if gpus is None else gpus)
         if verdict_for(gpu, device_bytes(segments, overheads(gpu))).verdict is Verdict.FITS
     ]
     return min(fitting, key=lambda gpu: (gpu.usable_bytes, gpu.marketed_gb, gpu.id), default=None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from metapeak.tracer.errors import UnknownName
+from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.simulation import Option
 
 _ALWAYS: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
@@ -35,12 +35,24 @@ class Fill:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Options that the framework cannot run together, and why."""
+
+    when: Mapping[str, tuple[Any, ...]]
+    reason: str
+
+    def applies(self, options: Mapping[str, Option]) -> bool:
+        return all(name in options and options[name].value in values for name, values in self.when.items())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
     """A framework at a version. `notes` are sentences about what it does that no option says."""
 
     name: str
     framework: str
     fills: tuple[Fill, ...]
+    refusals: tuple[Refusal, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -114,6 +126,15 @@ TORCHTUNE = Preset(
         _fill("quantization", "nf4", "torchtune 0.6.1 modules/low_precision/nf4_linear.py", method=("qlora",)),
         _fill("double_quant", True, "torchao quantization nf4tensor.py:to_nf4", quantization=("nf4",)),
     ),
+    refusals=(
+        Refusal(
+            when={"quantization": ("fp4", "int8", "gptq4", "gptq8", "awq4")},
+            reason="torchtune trains adapters on NF4 bases only (modules/low_precision/nf4_linear.py)",
+        ),
+        Refusal(
+            when={"autocast": ("bf16", "fp16")}, reason="torchtune's recipes use no autocast: dtype is bf16 or fp32"
+        ),
+    ),
     notes=("torchtune trains its own model classes; those of transformers save other tensors between layers",),
 )
 
@@ -126,6 +147,8 @@ LITGPT = Preset(
     name="litgpt",
     framework="litgpt 0.5.13",
     fills=(
+        _fill("quantization", "nf4", "litgpt's tutorials/quantize.md (bnb.nf4)", method=("qlora",)),
+        _fill("double_quant", False, "litgpt's tutorials/quantize.md (bnb.nf4, not bnb.nf4-dq)", method=("qlora",)),
         _fill("batch_size", 1, "litgpt 0.5.13 args.py:TrainArgs.micro_batch_size"),
         _fill("weights_dtype", "fp32", _LITGPT_PRECISION, quantization=("none", None)),
         _fill("autocast", "bf16", _LITGPT_PRECISION, quantization=("none", None)),
@@ -139,8 +162,17 @@ LITGPT = Preset(
         _fill("lora_alpha", 16.0, _LITGPT_LORA, method=("lora", "qlora")),
         _fill("lora_dropout", 0.05, _LITGPT_LORA, method=("lora", "qlora")),
         _fill("adapter_dtype", "weights", "litgpt 0.5.13 lora.py:LoRALinear", method=("lora", "qlora")),
-        _fill("quantization", "nf4", "litgpt's tutorials/quantize.md (bnb.nf4)", method=("qlora",)),
-        _fill("double_quant", False, "litgpt's tutorials/quantize.md (bnb.nf4, not bnb.nf4-dq)", method=("qlora",)),
+    ),
+    refusals=(
+        Refusal(
+            when={"quantization": ("nf4", "fp4", "int8"), "autocast": ("bf16", "fp16")},
+            reason="litgpt refuses quantised bases under mixed precision (finetune/lora.py: 'Quantization and mixed "
+            "precision is not supported.'); its precision for them is bf16-true, --precision bf16",
+        ),
+        Refusal(
+            when={"quantization": ("gptq4", "gptq8", "awq4")},
+            reason="litgpt quantises with bitsandbytes only (nf4, fp4, int8)",
+        ),
     ),
     notes=("litgpt trains its own model class; that of transformers saves other tensors between layers",),
 )
@@ -153,7 +185,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 def filled_in(options: Mapping[str, Option], name: str) -> dict[str, Option]:
     """`options` with what the preset says where nobody gave a value (origin "default").
 
-    Raises UnknownName for a preset that does not exist.
+    Raises UnknownName for a preset that does not exist, InputError for options that the framework cannot run together.
 
     >>> given = {"batch_size": Option(value=1, origin="default"), "seq_len": Option(value=512, origin="command line")}
     >>> {name: option.value for name, option in filled_in(given, "trl").items() if name in given}
@@ -166,4 +198,8 @@ def filled_in(options: Mapping[str, Option], name: str) -> dict[str, Option]:
         free = fill.option in filled and filled[fill.option].origin == "default"
         if free and fill.applies(filled):
             filled[fill.option] = Option(value=fill.value, origin=f"preset {name}: {fill.source}")
+    for refusal in PRESETS[name].refusals:
+        if refusal.applies(filled):
+            asked = ", ".join(f"{option} {filled[option].value}" for option in refusal.when)
+            raise InputError(f"Preset {name} with {asked}: {refusal.reason}.")
     return filled
