@@ -115,7 +115,9 @@ def options_of_receipt(receipt: Receipt) -> dict[str, Any]:
         raise Refused("ran under torch.compile, which is not modelled")
     if options.get("float8"):
         raise Refused("computes in float8, which is not modelled")
-    found = {name: options[name] for name in ("batch_size", "seq_len", "image_size", "attention") if options.get(name)}
+    found = {name: options[name] for name in ("batch_size", "seq_len", "image_size") if options.get(name)}
+    if options.get("attention"):
+        found["attention"] = _attention(options["attention"], receipt.model, _versions(receipt))
     versions = _versions(receipt)
     found |= dict(_training(options, versions))
     found |= dict(_method(options, receipt.source))
@@ -164,6 +166,13 @@ def _training(options: Mapping[str, Any], versions: Mapping[str, str]) -> Iterat
         yield "optimizer", optimizer["name"]
         if optimizer.get("implementation"):
             yield "implementation", optimizer["implementation"]
+
+
+def _attention(name: str, model: str, versions: Mapping[str, str]) -> str:
+    """Mistral's flash attention repeated keys and values before 4.48 (modeling_mistral.py, MistralFlashAttention2)."""
+    version = _version(versions.get("transformers"))
+    repeats = name == "flash2" and version is not None and version < (4, 48) and "mistral" in model.lower()
+    return "flash2-repeat-kv" if repeats else name
 
 
 def _checkpointing(policy: str, preset: str | None, versions: Mapping[str, str]) -> str:
