@@ -18,6 +18,12 @@ METRICS = ("max_allocated", "steady_allocated", "max_reserved", "max_active", "n
 _CHECKPOINTING = {"selective:op": "selective:torchtitan"}
 # Loss path of transformers up to a version (exclusive); see strategies/losses/transformers_versions.py.
 _LOSS_OF_VERSION = (((4, 46), "transformers-4.45"), ((4, 49), "transformers-4.48"))
+# Versions that a source pins in a file of its own, where the receipt leaves them out: text in `source` -> versions.
+# fms-acceleration: scripts/benchmarks/refs/requirements_granite.txt. ms-swift's benchmark and BERT-large: before 5.
+_VERSIONS_OF_SOURCE = (("refs/a100_80gb_granite.csv", {"transformers": "4.45.2", "peft": "0.12.0"}),)
+# Presets whose trainers call transformers' gradient_checkpointing_enable, and the version from which that no longer
+# takes the reentrant kind by default (modeling_utils.py: use_reentrant True up to 4.57, False from 5.0).
+_TRAINERS, _NOT_REENTRANT_FROM = ("trl", "hf-trainer"), (5, 0)
 
 
 class Refused(Exception):
@@ -109,13 +115,25 @@ def options_of_receipt(receipt: Receipt) -> dict[str, Any]:
         raise Refused("ran under torch.compile, which is not modelled")
     if options.get("float8"):
         raise Refused("computes in float8, which is not modelled")
-    found = {name: options[name] for name in ("batch_size", "seq_len", "image_size", "attention") if options.get(name)}
-    found |= dict(_training(options))
-    found |= dict(_method(options))
-    found |= dict(_loss(options))
+    found = {name: options[name] for name in ("batch_size", "seq_len", "image_size") if options.get(name)}
+    if options.get("attention"):
+        found["attention"] = _attention(options["attention"], receipt.model, _versions(receipt))
+    versions = _versions(receipt)
+    found |= dict(_training(options, versions))
+    found |= dict(_method(options, receipt.source))
+    found |= dict(_loss(options, versions))
     if receipt.gpu:
         found["gpu"] = receipt.gpu
     return found
+
+
+def _versions(receipt: Receipt) -> Mapping[str, str]:
+    """Versions of the frameworks that ran: the receipt's, and those that its source pins elsewhere."""
+    known = {}
+    for text, versions in _VERSIONS_OF_SOURCE:
+        if text in receipt.source:
+            known |= versions
+    return known | dict(receipt.options.get("framework_versions") or {})
 
 
 def _check_definition(receipt: Receipt) -> None:
@@ -129,7 +147,7 @@ def _check_definition(receipt: Receipt) -> None:
     raise Refused(f"the measured program is of another kind ({definition})")
 
 
-def _training(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _training(options: Mapping[str, Any], versions: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     if options.get("weights_dtype"):
         yield "weights_dtype", options["weights_dtype"]
     if options.get("autocast"):
@@ -140,7 +158,7 @@ def _training(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "max_grad_norm", float(options["grad_clip"])
     checkpointing = options.get("checkpointing")
     if checkpointing:
-        yield "checkpointing", _CHECKPOINTING.get(checkpointing, checkpointing)
+        yield "checkpointing", _checkpointing(checkpointing, options.get("preset"), versions)
     optimizer = options.get("optimizer") or {}
     if optimizer.get("implementation") == "cpu-offload":
         raise Refused("the optimizer runs on the host, which is not modelled")
@@ -150,7 +168,21 @@ def _training(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield "implementation", optimizer["implementation"]
 
 
-def _method(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _attention(name: str, model: str, versions: Mapping[str, str]) -> str:
+    """Mistral's flash attention repeated keys and values before 4.48 (modeling_mistral.py, MistralFlashAttention2)."""
+    version = _version(versions.get("transformers"))
+    repeats = name == "flash2" and version is not None and version < (4, 48) and "mistral" in model.lower()
+    return "flash2-repeat-kv" if repeats else name
+
+
+def _checkpointing(policy: str, preset: str | None, versions: Mapping[str, str]) -> str:
+    policy = _CHECKPOINTING.get(policy, policy)
+    version = _version(versions.get("transformers"))
+    reentrant = preset in _TRAINERS and (version is None or version < _NOT_REENTRANT_FROM)
+    return f"reentrant:{policy}" if reentrant and policy == "full" else policy
+
+
+def _method(options: Mapping[str, Any], source: str) -> Iterator[tuple[str, Any]]:
     yield "method", options.get("method", "full")
     if options.get("trainable"):
         yield "trainable", list(options["trainable"])
@@ -169,8 +201,12 @@ def _method(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in quantization.items():
         if name not in names:
             raise Refused(f"quantization.{name} is not an option here")
-        if value is not None and not (name == "double_quant" and quantization["type"] not in ("nf4", "fp4")):
+        # GPTQ and AWQ layers compute in the dtype of their scales, the weights dtype.
+        only_4bit = name in ("double_quant", "compute_dtype") and quantization["type"] not in ("nf4", "fp4")
+        if value is not None and not only_4bit:
             yield names[name], value
+    if quantization.get("type", "").startswith("gptq") and "fms-acceleration" in source:
+        yield "gptq_kernel", "triton-v2"  # the plugin's AutoGPTQ layers (plugins/accelerated-peft)
     if _kbit_cast_back(options):
         yield "kbit_cast_back", True
 
@@ -186,11 +222,11 @@ def _major_of_trl(options: Mapping[str, Any]) -> int | None:
     return version[0] if version else None
 
 
-def _loss(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _loss(options: Mapping[str, Any], versions: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     loss = options.get("loss") or "eager"
-    version = _version((options.get("framework_versions") or {}).get("transformers"))
+    version = _version(versions.get("transformers"))
     if options.get("kernels"):
-        raise Refused("ran other kernels than the model's own: " + ", ".join(options["kernels"]))
+        yield "kernels", list(options["kernels"])
     if options.get("loss_chunk_tokens"):
         yield "loss", "chunked"
         yield "loss_chunk_tokens", options["loss_chunk_tokens"]

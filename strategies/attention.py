@@ -1,7 +1,9 @@
 """The attention implementation: what the model is built with, and which kernel runs.
 
 What it changes: the `attn_implementation` of transformers and the choice among SDPA's kernels.
-Where each byte comes from: aten's attention operators with torch's own meta kernels (tracer/attention.py).
+Where each byte comes from: aten's attention operators with torch's own meta kernels (tracer/attention.py);
+flash2-repeat-kv copies keys and values for every head first, as Mistral, Mixtral, Qwen2 and others did in transformers
+before 4.48 (MistralFlashAttention2.forward and its like; Llama did not).
 Not modelled: flash3, flex.
 Sources: transformers integrations/flash_attention.py and modeling_flash_attention_utils.py for flash2.
 """
@@ -21,6 +23,7 @@ ATTENTION: dict[str, tuple[str | None, str | None]] = {
     "eager": ("eager", None),
     "sdpa": ("sdpa", None),
     "flash2": ("flash_attention_2", None),
+    "flash2-repeat-kv": ("flash_attention_2", None),
     "efficient": ("sdpa", "efficient"),
     "cudnn": ("sdpa", "cudnn"),
     "math": ("sdpa", "math"),
@@ -35,9 +38,9 @@ def check_attention(name: str | None) -> None:
 
 def check_attention_dtype(name: str | None, dtype: str) -> None:
     """Raise InputError when flash attention is asked for in a dtype that its kernels do not take."""
-    if name == "flash2" and dtype not in ("float16", "bfloat16"):
+    if (name or "").startswith("flash2") and dtype not in ("float16", "bfloat16"):
         raise InputError(
-            f"attention flash2 takes float16 and bfloat16, but the weights are {dtype}. "
+            f"attention {name} takes float16 and bfloat16, but the weights are {dtype}. "
             "Give --weights-dtype bf16, or another attention."
         )
 
@@ -49,5 +52,7 @@ def attention_of(name: str | None, compute_capability: tuple[int, int]) -> tuple
     check_attention(name)
     implementation, forced = ATTENTION[name or "auto"]
     return implementation, AttentionChoice(
-        compute_capability=compute_capability, forced=AttentionKernel(forced) if forced else None
+        compute_capability=compute_capability,
+        forced=AttentionKernel(forced) if forced else None,
+        repeat_kv=name == "flash2-repeat-kv",
     )

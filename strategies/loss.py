@@ -200,7 +200,9 @@ def install_loss(module: torch.nn.Module, spec: LossSpec) -> None:
     check(model, spec.name)
     if spec.family.startswith("transformers-"):
         version = spec.family.removeprefix("transformers-")
-        output_head.replace_loss(model, transformers_versions.path_of_version(version, type(model).__name__))
+        kind = type(model).__name__
+        held = transformers_versions.cache_of_version(kind)
+        output_head.replace_loss(model, transformers_versions.path_of_version(version, kind), held)
         return
     if spec.family in ("fused-linear", "fused-linear-0.3", "fused-head"):
         paths = {

@@ -8,6 +8,7 @@ from typing import Any
 from metapeak.strategies.base import Strategy
 from metapeak.strategies.compose import simulate
 from metapeak.strategies.gradient_checkpointing import parse_policy, strategy_for
+from metapeak.strategies.kernels import Kernels
 from metapeak.strategies.loss import loss_strategy
 from metapeak.strategies.methods import method_strategies
 from metapeak.strategies.optimizers import parse_arguments
@@ -99,8 +100,14 @@ def model_strategies(options: Mapping[str, Option]) -> list[Strategy]:
     """The strategies that change what is traced, without the checkpointing policy. Raises InputError."""
     values = {name: option.value for name, option in options.items()}
     loss = loss_strategy(values["loss"], values["loss_chunk_tokens"], values["keep_outputs"])
-    # The base is loaded quantised, its loss path chosen; then it gets adapters.
-    return [*quantization_strategies(values), *([loss] if loss is not None else []), *method_strategies(values)]
+    kernels = [Kernels(names=values["kernels"])] if values["kernels"] else []
+    # The base is loaded quantised, its loss path chosen; then it gets adapters, and kernels replace what there is.
+    return [
+        *quantization_strategies(values),
+        *([loss] if loss is not None else []),
+        *method_strategies(values),
+        *kernels,
+    ]
 
 
 def allocator_of(options: Mapping[str, Option]) -> AllocatorConfig:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from metapeak.strategies.attention import ATTENTION
+from metapeak.strategies.kernels import KERNELS
 from metapeak.strategies.lora import ADAPTER_DTYPES, BIASES, parse_targets
 from metapeak.strategies.loss import LOSSES
 from metapeak.strategies.methods import METHODS
@@ -184,6 +185,10 @@ SETTINGS = (
         ),
     ),
     Setting(name="loss_chunk_tokens", kind=int, default=None, help="with loss chunked: tokens a chunk (litgpt: 128)"),
+    Setting(
+        name="kernels", kind=str, default=None, parse=names_of,
+        help="fused kernels in place of the model's own modules: " + ", ".join(KERNELS),
+    ),
     Setting(
         name="keep_outputs", kind=bool, default=False,
         help="the training loop holds the model's outputs (logits) until the next iteration's",

@@ -39,6 +39,9 @@ class AttentionChoice:
 
     compute_capability: tuple[int, int] = (8, 0)
     forced: AttentionKernel | None = None
+    # Keys and values are copied for every head of the queries before flash attention 2, as transformers did for most
+    # families before its common attention functions (4.48).
+    repeat_kv: bool = False
 
 
 _choice = AttentionChoice()
@@ -53,6 +56,11 @@ def attention_choice(choice: AttentionChoice) -> Iterator[None]:
         yield
     finally:
         _choice = before
+
+
+def repeats_kv() -> bool:
+    """Whether keys and values are copied for every head before flash attention 2."""
+    return _choice.repeat_kv
 
 
 def choose_kernel(query, key, value, attn_mask, dropout_p: float, is_causal: bool, enable_gqa: bool) -> AttentionKernel:

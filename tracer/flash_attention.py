@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from metapeak.tracer.attention import pad_last_dim
+from metapeak.tracer.attention import pad_last_dim, repeats_kv
 from metapeak.tracer.errors import InputError
 
 
@@ -36,7 +36,19 @@ def flash_attn_func(
     return_attn_probs=False,
 ):
     """Attention over q [batch, length, heads, head size], k and v with their own number of heads; returns q's shape."""
+    if repeats_kv():
+        k, v = (_repeated(tensor, q.size(2)) for tensor in (k, v))
     return _attend(q, k, v, (None, None, q.size(1), k.size(1)), dropout_p, softmax_scale, causal, window_size)
+
+
+def _repeated(tensor, heads):
+    """A copy with `heads` heads, made and laid out as by transformers' repeat_kv [batch, heads, length, head size]."""
+    by_head = tensor.transpose(1, 2)
+    batch, kv_heads, length, size = by_head.shape
+    if kv_heads == heads:
+        return tensor
+    copies = by_head[:, :, None].expand(batch, kv_heads, heads // kv_heads, length, size)
+    return copies.reshape(batch, heads, length, size).transpose(1, 2)
 
 
 def flash_attn_varlen_func(

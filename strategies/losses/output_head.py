@@ -9,16 +9,19 @@ forwards apply them (Gemma 2, Cohere, Granite, Falcon-H1).
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_outputs import CausalLMOutput, CausalLMOutputWithPast
 
 from metapeak.tracer.errors import InputError
 
 # (loss, logits that the model's output carries or None), from the model, its last hidden state and the labels.
 LossPath = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
+# Collects tensors while it lasts.
+Held = AbstractContextManager[Sequence[torch.Tensor]]
 # What a model returns instead of logits, from the model and its last hidden state; and the loss of that and the labels.
 Head = Callable[[torch.nn.Module, torch.Tensor], Any]
 LossOfLogits = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -97,16 +100,20 @@ def logit_scale(config: Any) -> float | None:
     return None
 
 
-def replace_loss(model: torch.nn.Module, path: LossPath) -> None:
+def replace_loss(
+    model: torch.nn.Module, path: LossPath, held: Callable[[torch.nn.Module], Held] = lambda model: nullcontext(())
+) -> None:
     """Let `model(**batch)` run the backbone, then `path` on its last hidden state, in place.
 
-    The hidden state is held until there is a loss.
+    The hidden state is held until there is a loss; what `held(model)` collects while the backbone runs goes out with
+    the logits, as past_key_values.
     """
 
     def forward(self, *args, labels=None, **kwargs):
-        outputs = self.base_model(*args, **kwargs)
+        with held(self) as tensors:
+            outputs = self.base_model(*args, **kwargs)
         loss, logits = path(self, outputs[0], labels)
-        return CausalLMOutput(loss=loss, logits=logits)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=tuple(tensors) or None)
 
     model.forward = types.MethodType(forward, model)
 

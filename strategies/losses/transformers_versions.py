@@ -7,16 +7,22 @@ in the order and with the names (references) of that version:
 * upcast in the model (4.45: most models): fp32 logits, held by the forward and its output; the shifted copy;
   log-probabilities. 12 bytes a logit.
 * no upcast (GPT-2, BigCode, OPT, Falcon, ...): logits, shifted copy and log-probabilities in the model's dtype.
-Not modelled: what else changed between the versions (attention masks, caches).
+* cache (GPTBigCode): those versions did not switch it off for checkpointing, as others did. What a layer caches is a
+  view of its whole fused projection, and the model's output holds it until there is a loss.
+Not modelled: what else changed between the versions (attention masks).
 Sources: transformers v4.45.2 and v4.48.1, models/*/modeling_*.py (the loss in each class's forward) and
-loss/loss_utils.py of v4.48.1 (ForCausalLMLoss, fixed_cross_entropy).
+loss/loss_utils.py of v4.48.1 (ForCausalLMLoss, fixed_cross_entropy); models/gpt_bigcode (GPTBigCodeModel.forward,
+`presents`; GPTBigCodeAttention.forward, `key_value`).
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import torch
 
-from metapeak.strategies.losses.output_head import LossPath, project
+from metapeak.strategies.losses.output_head import Held, LossPath, project
 from metapeak.tracer.errors import InputError
 
 # Classes whose forward calls the shared loss function (v4.48.1), ...
@@ -37,6 +43,35 @@ TRANSFORMERS_VERSIONS: dict[str, dict[str, str]] = {
     "4.48": {"loss function": _LOSS_FUNCTION_4_48, "in the model": _IN_MODEL_4_48, "no upcast": _NO_UPCAST},
     "4.45": {"in the model": _IN_MODEL_4_45, "no upcast": _NO_UPCAST},
 }
+
+
+# Classes whose forward kept a cache in training, although activations are checkpointed: the end of the name of the
+# fused projection that cached keys and values are views of.
+_CACHED = {"GPTBigCodeForCausalLM": ".attn.c_attn"}
+
+
+def cache_of_version(class_name: str) -> Callable[[torch.nn.Module], Held]:
+    """What a model class of those versions keeps for a cache while its backbone runs."""
+    ending = _CACHED.get(class_name)
+    return _cached(ending) if ending is not None else lambda model: contextlib.nullcontext(())
+
+
+def _cached(ending: str) -> Callable[[torch.nn.Module], Held]:
+    @contextlib.contextmanager
+    def collect(model):
+        cache: list[torch.Tensor] = []
+        hooks = [
+            part.register_forward_hook(lambda part, args, out: cache.append(out[..., model.config.hidden_size :]))
+            for name, part in model.named_modules()
+            if name.endswith(ending)
+        ]
+        try:
+            yield cache
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    return collect
 
 
 def path_of_version(version: str, class_name: str) -> LossPath:
