@@ -120,10 +120,17 @@ class PackageQuantization(Quantization):
         return cls(package=package, **given)
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        skip = self.skip_modules if self.skip_modules is not None else self.package.not_quantised(module)
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Quantization)}
-        plain = Quantization(**fields | {"skip_modules": tuple(skip)})
-        return self.package.after_quantisation(plain.prepare(module))
+        return self.package.after_quantisation(super().prepare(module))
+
+    def _left_out(self, module: nn.Module) -> list:
+        return list(self.skip_modules if self.skip_modules is not None else self.package.not_quantised(module))
+
+    def _linear4bit(self) -> type[nn.Module]:
+        if self.package.bitsandbytes_0_42:
+            from metapeak.strategies.quantization.linear4bit_0_42 import Linear4bitOf042
+
+            return Linear4bitOf042
+        return super()._linear4bit()
 
     def assumptions(self) -> tuple[str, ...]:
         return tuple(sentence for sentence in super().assumptions() if "prepare_model_for_kbit" not in sentence)

@@ -41,7 +41,8 @@ class Package:
 
     `prefix` is how a reference names it, `modules` what is imported to use it, `default_dtype` the weights dtype of its
     scripts, `losses` the names that the option `loss` may have (the first is the default). `autocast_region` is where
-    its scripts end autocast (training_loop.py). `peft_adapters`: its scripts train LoRA by PEFT.
+    its scripts end autocast (training_loop.py). `peft_adapters`: its scripts train LoRA by PEFT. `bitsandbytes_0_42`: it
+    asks for that version.
     """
 
     prefix: str
@@ -51,6 +52,7 @@ class Package:
     losses: tuple[str, ...] = ("eager",)
     autocast_region = "loss"
     peft_adapters = False
+    bitsandbytes_0_42 = False
 
     def load(self) -> None:
         for module in self.modules:

@@ -47,6 +47,7 @@ class LitGPT(Package):
     modules = ("litgpt.config", "litgpt.model", "litgpt.lora", "litgpt.utils")
     losses = ("chunked", f"chunked-ce:{CHUNK_TOKENS}", f"chunked-tokens:{CHUNK_TOKENS}")
     autocast_region = "forward"
+    bitsandbytes_0_42 = True  # utils.py and finetune/lora.py warn about any other
 
     def names(self) -> list[str]:
         from litgpt.config import name_to_config
