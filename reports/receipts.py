@@ -12,10 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from metapeak.tracer.errors import InputError
+from metapeak.tracer.packages.registry import PACKAGES
 
 # Metrics -> what of a prediction they are compared with.
 METRICS = ("max_allocated", "steady_allocated", "max_reserved", "max_active", "nvml", "unknown-gpu")
 _CHECKPOINTING = {"selective:op": "selective:torchtitan"}
+# Names of the receipts that the catalogue spells otherwise.
+_GPUS = {
+    "a10g-24gb": "a10g",
+    "rtx4070tis-16gb": "rtx-4070ti-super",
+    "v100-16gb": "v100-16gb-sxm2",
+    "h100-96gb": "h100-sxm",
+}
 # Loss path of transformers up to a version (exclusive); see strategies/losses/transformers_versions.py.
 _LOSS_OF_VERSION = (((4, 46), "transformers-4.45"), ((4, 49), "transformers-4.48"))
 # Versions that a source pins in a file of its own, where the receipt leaves them out: text in `source` -> versions.
@@ -107,6 +115,7 @@ def selected(receipts: list[Receipt], ids: str | None, mechanisms: str | None) -
 def options_of_receipt(receipt: Receipt) -> dict[str, Any]:
     """The options of the step that was measured, by name. Raises Refused with what is missing here."""
     _check_definition(receipt)
+    package = package_of(receipt)
     options = receipt.options
     parallel = options.get("parallel") or {}
     if parallel.get("engine", "none") != "none":
@@ -121,9 +130,11 @@ def options_of_receipt(receipt: Receipt) -> dict[str, Any]:
     versions = _versions(receipt)
     found |= dict(_training(options, versions))
     found |= dict(_method(options, receipt.source))
-    found |= dict(_loss(options, versions))
+    found |= dict(_package_loss(package, options) if package else _loss(options, versions))
+    if package:
+        _leave_to_package(package, found)
     if receipt.gpu:
-        found["gpu"] = receipt.gpu
+        found["gpu"] = _GPUS.get(receipt.gpu, receipt.gpu)
     return found
 
 
@@ -136,12 +147,43 @@ def _versions(receipt: Receipt) -> Mapping[str, str]:
     return known | dict(receipt.options.get("framework_versions") or {})
 
 
+def package_of(receipt: Receipt) -> str | None:
+    """The prefix of the package whose classes were measured, None for models of transformers."""
+    name = receipt.definition.removeprefix("package:")
+    return name if name in PACKAGES and receipt.definition != name else None
+
+
+def reference_of(receipt: Receipt) -> str:
+    """The model reference that runs the code which was measured."""
+    package = package_of(receipt)
+    return receipt.model if package is None else f"{package}:{receipt.fields['definition_key']}"
+
+
+def _package_loss(package: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The package's own loss; litgpt has one for each method, which it takes by itself."""
+    loss = options.get("loss") or "eager"
+    if package != "litgpt" and loss != "eager":
+        yield "loss", loss
+
+
+def _leave_to_package(package: str, found: dict[str, Any]) -> None:
+    """Take out what the package's own LoRA decides: adapters have the dtype of the weights."""
+    dtype = found.pop("adapter_dtype", None)
+    if dtype not in (None, found.get("weights_dtype")):
+        raise Refused(
+            f"adapters in {dtype} beside weights in {found.get('weights_dtype')}: {package}'s own have the same"
+        )
+
+
 def _check_definition(receipt: Receipt) -> None:
     definition = receipt.definition
     if definition == "transformers":
         return
     if definition.startswith("package:"):
-        raise Refused(f"the model's code is {definition.removeprefix('package:')}'s own, which is not built here yet")
+        name = definition.removeprefix("package:")
+        if name not in PACKAGES:
+            raise Refused(f"the model's code is {name}'s own, which is not built here")
+        return
     if definition == "transformers-remote-code":
         raise Refused("the model's code lies in its Hub repository, which cannot be had here")
     raise Refused(f"the measured program is of another kind ({definition})")

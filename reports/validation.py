@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from metapeak.reports.receipts import Receipt, Refused, options_of_receipt
+from metapeak.reports.receipts import Receipt, Refused, options_of_receipt, reference_of
 from metapeak.reports.sizes import gib
 from metapeak.strategies.request import simulate_resolved
 from metapeak.strategies.settings import options_of, resolve
@@ -77,7 +77,7 @@ def predict(receipts: Sequence[Receipt]) -> list[Prediction]:
     first, started = receipts[0], time.perf_counter()
     try:
         options = resolve(options_of(options_of_receipt(first), f"receipt {first.id}"))
-        simulation = simulate_resolved(first.model, options)
+        simulation = simulate_resolved(reference_of(first), options)
     except (Refused, MetapeakError) as error:
         return [Prediction(receipt=receipt, refused=str(error)) for receipt in receipts]
     seconds = time.perf_counter() - started

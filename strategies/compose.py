@@ -11,6 +11,7 @@ from metapeak.strategies.attention import attention_of, check_attention, check_a
 from metapeak.strategies.base import Strategy
 from metapeak.strategies.master_weights import with_master_weights
 from metapeak.strategies.optimizers import OptimizerMaker, check_optimizer, optimizer_maker
+from metapeak.strategies.packages import for_package, optimised_only
 from metapeak.strategies.precision import check_precision, precision_notes, training_loop
 from metapeak.strategies.quantization.from_config import with_checkpoint_quantization
 from metapeak.strategies.quantization.strategy import check_base_is_frozen
@@ -77,7 +78,7 @@ def simulate(
     started = time.perf_counter()
     progress(f"building {spec.reference}")
     resolved = resolve_model(spec)
-    strategies, checkpoint_notes = with_checkpoint_quantization(resolved, strategies)
+    strategies, checkpoint_notes = with_checkpoint_quantization(resolved, for_package(resolved, strategies))
     for strategy in strategies:
         strategy.check(resolved, step)
     check_base_is_frozen(resolved, strategies)
@@ -87,13 +88,14 @@ def simulate(
         built = build(resolved, dtype=spec.dtype, attention=implementation)
     check_attention_dtype(step.attention, built.dtype)
     tensors, batch_notes = _batch(built, resolved, step)
-    compute_loss, own_loss = _loss(built, resolved, strategies), built.compute_loss is not None
+    compute_loss, own_loss = _loss(built, resolved, strategies), _ends_after_loss(built)
     # Strategies change the real module before anything is recorded, in the order in which they were given. What they
     # return may be a wrapper around it; the batch is made for the model itself.
     module = built.module
     for strategy in strategies:
         module = strategy.prepare(module)
     make_optimizer = optimizer_maker(step.optimizer, module)
+    script_notes = built.package.notes(module) if built.package else ()
     loop = training_loop(step, module, own_loss=own_loss)
     precision = precision_notes(step, module, gpu, own_loss=own_loss)
     summary = _summary(resolved, built.module, module)
@@ -106,7 +108,7 @@ def simulate(
         graph, answered = record_training_step(
             module,
             tensors,
-            with_master_weights(make_optimizer, module) if step.optimizer.master_weights else make_optimizer,
+            optimised_only(built.package, _with_masters(make_optimizer, module, step), module),
             compute_loss=compute_loss,
             iterations=step.iterations,
             loop=loop,
@@ -134,7 +136,8 @@ def simulate(
     _ = rank.reservation  # counted in the seconds of this stage
     seconds["liveness"] = time.perf_counter() - started
 
-    assumptions = [*resolved.notes, *checkpoint_notes, *built.notes, *batch_notes, *precision, *answered]
+    assumptions = [*resolved.notes, *checkpoint_notes, *built.notes, *script_notes, *batch_notes, *precision]
+    assumptions += answered
     for strategy, said in zip(strategies, notes):
         assumptions += [*strategy.assumptions(), *said, *strategy.remarks(graph)]
     if make_optimizer is not None:
@@ -199,6 +202,10 @@ def _summary(resolved, model, module) -> ModelSummary:
 
 def _batch(built, resolved, step: StepSpec) -> tuple[Any, tuple[str, ...]]:
     """(tensors, notes): the user's own batch where the function gave one, else a full batch for the task."""
+    if built.package is not None:
+        inputs = built.package.batch(built.module, step)
+        built.package.prepare_for(built.module, step)
+        return inputs.tensors, inputs.notes
     if built.batch is not None:
         return built.batch, ("the batch is the one that the function returned; batch_size and lengths are not used",)
     if getattr(built.module, "config", None) is None:
@@ -229,6 +236,15 @@ def _loss(built, resolved, strategies: Sequence[Strategy]) -> Callable[..., Any]
     for strategy in strategies:
         compute_loss = strategy.loss_function(compute_loss)
     return compute_loss
+
+
+def _ends_after_loss(built) -> bool:
+    """Whether autocast ends with the loss unless it is told otherwise: where the model does not compute it itself."""
+    return built.package.autocast_region == "loss" if built.package else built.compute_loss is not None
+
+
+def _with_masters(make_optimizer, module, step: StepSpec):
+    return with_master_weights(make_optimizer, module) if step.optimizer.master_weights else make_optimizer
 
 
 def _strategy_options(strategies, module, given: Mapping[str, Option]) -> dict[str, Option]:

@@ -24,9 +24,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from metapeak.tracer.errors import ModelConfigError, UnknownName
+from metapeak.tracer.errors import MetapeakError, ModelConfigError, UnknownName
 from metapeak.tracer.model_checks import check_heads_and_experts, check_sizes, explain_refusal
 from metapeak.tracer.model_classes import TASKS, choose_class, config_mapping, effective_type
+from metapeak.tracer.packages.registry import load_package
 from metapeak.tracer.resolve import (
     FORCED_TIES,
     CatalogueModel,
@@ -42,6 +43,8 @@ from metapeak.tracer.user_function import cause_in_one_line, import_function
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from metapeak.tracer.packages.base import Package
 
 __all__ = [
     "TASKS",
@@ -67,7 +70,7 @@ class ResolvedModel:
 
     `source` is "catalogue", "hub cache", "hub", "folder /x", "file /x/config.json" or "function file.py:f".
     `architecture` is the class name; `auto_class` and `task` are None where no auto class holds it. `factory` is the
-    user's function, called without arguments. `remote_code` says that the class comes from code at `location`.
+    user's function, called without arguments. `package` builds the model that it calls `architecture`. `remote_code` says that the class comes from code at `location`.
     """
 
     id: str
@@ -80,6 +83,7 @@ class ResolvedModel:
     factory: Callable[[], Any] | None = None
     remote_code: bool = False
     location: str | None = None
+    package: Package | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -89,7 +93,7 @@ class BuiltModel:
 
     `dtype` is the dtype of the weights as a name, `dtype_source` says where it came from ("asked for", "config dtype",
     "config text_config.dtype", "default", "function"). `batch` and `compute_loss(module, batch)` are the user's
-    function's, else None.
+    function's, else None; `package` gives both for a model of another package.
     """
 
     module: nn.Module
@@ -97,6 +101,7 @@ class BuiltModel:
     dtype_source: str
     batch: Any = None
     compute_loss: Callable[..., Any] | None = None
+    package: Package | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -112,6 +117,8 @@ def resolve_model(spec: ModelSpec) -> ResolvedModel:
     if spec.task is not None and spec.task not in TASKS:
         raise UnknownName("task", spec.task, TASKS)
     located = locate_model(spec)
+    if located.package is not None:
+        return _resolve_package(located, spec)
     if located.function is not None:
         return ResolvedModel(
             id=located.id,
@@ -136,6 +143,16 @@ def resolve_model(spec: ModelSpec) -> ResolvedModel:
     )
 
 
+def _resolve_package(located: LocatedModel, spec: ModelSpec) -> ResolvedModel:
+    prefix, name = located.package
+    package = load_package(prefix)
+    if spec.task not in (None, package.task):
+        raise ModelConfigError(f"{located.id} is trained as {package.task} by {prefix}, not as {spec.task}.")
+    return ResolvedModel(
+        id=located.id, source=located.source, task=package.task, architecture=package.find(name), package=package
+    )
+
+
 # -- the module on meta ------------------------------------------------------------------------------------------------
 
 
@@ -154,6 +171,8 @@ def build(resolved: ResolvedModel, *, dtype: str | None = None, attention: str |
         raise UnknownName("weights dtype", dtype, WEIGHT_DTYPES)
     if resolved.factory is not None:
         return _build_with_function(resolved, dtype)
+    if resolved.package is not None:
+        return _build_with_package(resolved, resolved.package, dtype)
     import torch
 
     from metapeak.tracer.prepare import prepare_config
@@ -367,6 +386,28 @@ def _build_with_function(resolved: ResolvedModel, dtype: str | None) -> BuiltMod
         batch=batch,
         compute_loss=compute_loss,
         notes=notes,
+    )
+
+
+def _build_with_package(resolved: ResolvedModel, package: Package, dtype: str | None) -> BuiltModel:
+    """The package's own class, in the dtype asked for or that of its scripts."""
+    import torch
+
+    name = dtype or package.default_dtype
+    try:
+        with torch.device("meta"):
+            module = package.build(resolved.architecture, getattr(torch, name))
+    except MetapeakError:
+        raise
+    except Exception as error:
+        raise ModelConfigError(f"{resolved.id} cannot be built: {cause_in_one_line(error)}.") from error
+    _move_to_meta(module)
+    return BuiltModel(
+        module=module.train(),
+        dtype=name,
+        dtype_source="asked for" if dtype else f"default of {package.prefix}",
+        compute_loss=package.loss(package.losses[0]),
+        package=package,
     )
 
 

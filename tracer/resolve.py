@@ -1,6 +1,7 @@
 """From a model reference to its config, without importing torch or transformers.
 
 Cases, in the order in which they are tried:
+0. `litgpt:NAME` and its like: the model of another package (packages/), built by models.build.
 1. `file.py:function` and `package.module:function`: the function is named here and called by models.build.
 2. A path: what starts with `.`, `/` or `~`, ends in `.json`, or is an existing folder with a config.json.
 3. An id, optionally `@revision`: the built-in catalogue (not when a revision is asked for), the Hub cache, the Hub.
@@ -21,6 +22,7 @@ from typing import Any
 
 from metapeak.tracer.errors import ModelConfigError, ModelNotFound
 from metapeak.tracer.hub import CONFIG_NAME, find_config
+from metapeak.tracer.packages.registry import installed_version, split_reference
 from metapeak.tracer.spec import ModelSpec
 
 FORCED_TIES = frozenset({"t5", "mt5", "umt5"})
@@ -35,7 +37,8 @@ _ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?)(@(?P<revisi
 class LocatedModel:
     """What a reference leads to, before anything is known about classes.
 
-    `config_dict` is None for a function; `function` is then (file or module, name). `location` is the folder or the
+    `config_dict` is None for a function, `function` then (file or module, name), and for a model of another package,
+    `package` then (prefix, name). `location` is the folder or the
     repository that code of the model's own would be loaded from. `catalogue_row` is the row of the catalogue's index.
     """
 
@@ -44,6 +47,7 @@ class LocatedModel:
     revision: str | None = None
     config_dict: dict[str, Any] | None = None
     function: tuple[str, str] | None = None
+    package: tuple[str, str] | None = None
     location: str | None = None
     catalogue_row: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
@@ -69,6 +73,10 @@ def locate_model(spec: ModelSpec) -> LocatedModel:
     reference = spec.reference.strip()
     if not reference:
         raise ModelNotFound("No model was named. Give a Hugging Face id, a folder, a config.json or file.py:function.")
+    package = split_reference(reference)
+    if package:
+        version = installed_version(package[0])
+        return LocatedModel(id=reference, source=f"{package[0]} {version}", package=package)
     function = _FILE_FUNCTION.fullmatch(reference) or _MODULE_FUNCTION.fullmatch(reference)
     if function:
         return LocatedModel(

@@ -100,9 +100,9 @@ class Quantization(NoOpStrategy):
     def prepare(self, module: nn.Module) -> nn.Module:
         """Quantise the linear layers of a module on meta, in place. Raises InputError where there are none."""
         from metapeak.strategies.quantization.kbit import cast_back, prepare_for_kbit_training
-        from metapeak.strategies.quantization.replace import modules_left_out, replace_layers
+        from metapeak.strategies.quantization.replace import replace_layers
 
-        left_out = modules_left_out(module, self.skip_modules, add_default=self.method == "awq")
+        left_out = self._left_out(module)
         replaced = replace_layers(module, left_out, self._layer_maker())
         if not replaced:
             raise InputError(
@@ -119,6 +119,11 @@ class Quantization(NoOpStrategy):
         if self.kbit_cast_back:
             cast_back(module)
         return module
+
+    def _left_out(self, module: nn.Module) -> list:
+        from metapeak.strategies.quantization.replace import modules_left_out
+
+        return modules_left_out(module, self.skip_modules, add_default=self.method == "awq")
 
     def _layer_maker(self) -> Callable[[nn.Module, int, int], nn.Module]:
         import torch
@@ -146,9 +151,8 @@ class Quantization(NoOpStrategy):
             from metapeak.strategies.quantization.linear8bit import Linear8bitLt
 
             return Linear8bitLt
-        from metapeak.strategies.quantization.linear4bit import Linear4bit
-
-        return lambda source, inputs, outputs: Linear4bit(
+        layer_class = self._linear4bit()
+        return lambda source, inputs, outputs: layer_class(
             source,
             inputs,
             outputs,
@@ -157,6 +161,11 @@ class Quantization(NoOpStrategy):
             compute_dtype=compute_dtype or source.weight.dtype,
             quant_storage=getattr(torch, STORAGE_DTYPES[self.quant_storage]),
         )
+
+    def _linear4bit(self) -> type[nn.Module]:
+        from metapeak.strategies.quantization.linear4bit import Linear4bit
+
+        return Linear4bit
 
     def resolved(self, module: nn.Module) -> Mapping[str, Option]:
         from metapeak.strategies.quantization.replace import quantized_layers

@@ -1,0 +1,74 @@
+"""Which prefixes of a reference name a package, and what each needs. Imports none of them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from metapeak.tracer.errors import ModelConfigError, ModelNotFound
+from metapeak.tracer.user_function import cause_in_one_line
+
+if TYPE_CHECKING:
+    from metapeak.tracer.packages.base import Package
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """The file of a package (its class is `PACKAGE` there), and the modules that have to be importable."""
+
+    file: str
+    requires: tuple[str, ...]
+
+
+PACKAGES: dict[str, Entry] = {
+    "litgpt": Entry(file="metapeak.tracer.packages.litgpt", requires=("litgpt", "lightning")),
+}
+
+
+def split_reference(reference: str) -> tuple[str, str] | None:
+    """(prefix, name) of a reference to a package's model, None for any other reference.
+
+    >>> split_reference("litgpt:phi-1_5"), split_reference("openai-community/gpt2"), split_reference("model.py:make")
+    (('litgpt', 'phi-1_5'), None, None)
+    """
+    prefix, colon, name = reference.partition(":")
+    return (prefix, name) if colon and prefix in PACKAGES else None
+
+
+def installed_version(prefix: str) -> str:
+    """The version of the package behind a prefix. Raises ModelNotFound when it, or what it needs, is not installed."""
+    missing = [name for name in PACKAGES[prefix].requires if not _is_importable(name)]
+    if missing:
+        needed = "" if missing == [prefix] else f" (missing: {', '.join(missing)})"
+        raise ModelNotFound(f"{prefix} is not installed: pip install 'metapeak[{prefix}]'{needed}")
+    try:
+        return importlib.metadata.version(prefix)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def load_package(prefix: str) -> Package:
+    """The package behind a prefix, imported.
+
+    Raises ModelNotFound when it is not installed, ModelConfigError when it is but cannot be imported.
+    """
+    installed_version(prefix)
+    try:
+        package = importlib.import_module(PACKAGES[prefix].file).PACKAGE
+        package.load()
+    except Exception as error:
+        raise ModelConfigError(
+            f"{prefix} is installed but cannot be imported: {cause_in_one_line(error)}. Its versions and this torch's "
+            f"have to go together; `python -c 'import {prefix}'` shows the whole error."
+        ) from error
+    return package
