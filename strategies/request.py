@@ -11,6 +11,7 @@ from metapeak.strategies.gradient_checkpointing import parse_policy, strategy_fo
 from metapeak.strategies.loss import loss_strategy
 from metapeak.strategies.methods import method_strategies
 from metapeak.strategies.optimizers import parse_arguments
+from metapeak.strategies.parallel.options import parallel_strategies
 from metapeak.strategies.quantization.options import quantization_strategies
 from metapeak.strategies.settings import DTYPES, options_of, resolve
 from metapeak.tracer.device.allocator_config import AllocatorConfig, parse_allocator_config
@@ -91,8 +92,9 @@ def optimizer_spec(options: Mapping[str, Option]) -> OptimizerSpec:
 def strategies_of(options: Mapping[str, Option]) -> list[Strategy]:
     """The strategies that the options ask for, in order. Raises InputError for a policy that does not exist."""
     strategy = strategy_for(parse_policy(options["checkpointing"].value))
-    # Adapters first: a trainer switches checkpointing on for the model that it trains.
-    return [*model_strategies(options), *([strategy] if strategy is not None else [])]
+    values = {name: option.value for name, option in options.items()}
+    # Adapters first: a trainer switches checkpointing on for the model that it trains, and shards what comes of it.
+    return [*model_strategies(options), *([strategy] if strategy is not None else []), *parallel_strategies(values)]
 
 
 def model_strategies(options: Mapping[str, Option]) -> list[Strategy]:

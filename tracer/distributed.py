@@ -30,6 +30,7 @@ def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
         with _shapes_propagated_unseen():
             yield
     finally:
+        _meshes.clear()
         dist.destroy_process_group()
 
 
@@ -49,6 +50,12 @@ def _shapes_propagated_unseen() -> Iterator[None]:
         ShardingPropagator._propagate_tensor_meta_non_cached = original
 
 
+_meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+
+
 def mesh_of(sizes: dict[str, int]) -> DeviceMesh:
-    """The mesh of the phantom GPUs with these named axes, slowest first."""
-    return init_device_mesh(DEVICE_NAME, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    """The mesh of the phantom GPUs with these named axes, slowest first: the same one while a process group lasts."""
+    key = tuple(sizes.items())
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh(DEVICE_NAME, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return _meshes[key]

@@ -176,7 +176,12 @@ class Recorder:
             node = self._append_node(RESIZE, (), {}, *self._where())
             value = len(graph.value_node)
             new = self._append_storage(node, value, storage)
-            self._append_view(node, 0, new, torch.uint8, (storage.nbytes(),), (1,), 0)
+            first = graph.storage_value[row]
+            graph.value_node.append(node)
+            graph.value_output.append(0)
+            graph.value_storage.append(new)
+            for column in (graph.value_dtype, graph.value_shape, graph.value_stride, graph.value_offset):
+                column.append(column[first])
             if row in self._marked:
                 self._marked[new] = self._marked[row]
             graph.owner[new] = graph.owner[row]
