@@ -30,6 +30,7 @@ from metapeak.tracer.graph import LOAD, RESIZE, SavedTensors, StepGraph, Symbol,
 from metapeak.tracer.liveness import Category, Phase
 from metapeak.tracer.phantom import HostCopy, PhantomTensor, local_tensor
 from metapeak.tracer.saved_tensors import SaveLog
+from metapeak.tracer.sharding_roles import roles_of_collectives
 
 _ALIVE = -1
 _current_autograd_node = torch._C._current_autograd_node
@@ -84,6 +85,7 @@ class Recorder:
         self._interrupted = False
         self._symbols: dict[Any, Symbol] = {}
         self._marked: dict[int, Category] = {}
+        self._strangers: list[int] = []
         self._recompute_ends: list[tuple[int, int]] = []
         self._index_modules()
 
@@ -477,7 +479,7 @@ class Recorder:
         node = self._append_node(LOAD, (), {}, self._where()[0], -1)
         self._append_value(node, 0, tensor)
         if row is None:
-            self._marked[tensor.untyped_storage().row] = Category.BUFFER
+            self._strangers.append(tensor.untyped_storage().row)
         elif getattr(tensor, "_is_param", False):
             self._marked.setdefault(row, Category.PARAMETER)
         return tensor.produced
@@ -502,8 +504,9 @@ class Recorder:
         graph = self.graph
         forward_end = _ends_of(graph, Phase.FORWARD)
         recompute_end = _ends_of_recompute(graph)
+        marked = dict.fromkeys(self._strangers, Category.BUFFER) | roles_of_collectives(graph) | self._marked
         for row, birth in enumerate(graph.birth):
-            graph.category[row] = self._marked.get(row, _category_of(graph, row, birth, forward_end, recompute_end))
+            graph.category[row] = marked.get(row, _category_of(graph, row, birth, forward_end, recompute_end))
         return graph
 
 

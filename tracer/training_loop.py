@@ -91,6 +91,8 @@ class TrainingLoop:
                         scaler.scale(loss / self.grad_accum if self.grad_accum > 1 else loss).backward()
                         loss = loss.detach()
                         recorder.note_graph_end()
+                        for parameter in trainable:  # FSDP1 gives gradients without running their hooks
+                            _mark_gradient(recorder, parameter)
                 with recorder.phase(Phase.OPTIMIZER, iteration):
                     if optimizer is None:
                         model.zero_grad(set_to_none=True)
