@@ -14,7 +14,7 @@ from metapeak.strategies.base import Strategy
 from metapeak.strategies.master_weights import with_master_weights
 from metapeak.strategies.optimizers import OptimizerMaker, check_optimizer, optimizer_maker
 from metapeak.strategies.parallel.checkpoints import with_real_checkpoints
-from metapeak.strategies.parallel.ranks import distinct_ranks, distribution, layout_of, process_group_of
+from metapeak.strategies.parallel.ranks import distinct_ranks, distribution, layout_notes, layout_of, process_group_of
 from metapeak.strategies.parallel.tensor_parallel import sharded_and_whole_apart
 from metapeak.strategies.precision import check_precision, precision_notes, training_loop
 from metapeak.strategies.quantization.from_config import with_checkpoint_quantization
@@ -126,7 +126,14 @@ def simulate(
     worst, graph, answered, workspaces = max(traced, key=lambda one: one[0].allocated_bytes)
     built, tensors, make_optimizer = first.built, first.tensors, first.make_optimizer
 
-    assumptions = [*resolved.notes, *checkpoint_notes, *first.notes, *answered, *rank_notes]
+    assumptions = [
+        *resolved.notes,
+        *checkpoint_notes,
+        *first.notes,
+        *answered,
+        *rank_notes,
+        *layout_notes(layout, step),
+    ]
     for strategy, said in zip(strategies, notes):
         assumptions += [*strategy.assumptions(), *said, *strategy.remarks(graph)]
     if make_optimizer is not None:

@@ -73,6 +73,7 @@ def step_spec(options: Mapping[str, Option]) -> StepSpec:
     return StepSpec(
         **{name: options[name].value for name in names},
         **dtypes,
+        sync_each_batch=bool(options["sync_each_batch"].value),
         optimizer=optimizer_spec(options),
     )
 

@@ -14,7 +14,7 @@ from metapeak.strategies.lora import ADAPTER_DTYPES, BIASES, parse_targets
 from metapeak.strategies.loss import LOSSES
 from metapeak.strategies.methods import METHODS
 from metapeak.strategies.optimizers import IMPLEMENTATIONS
-from metapeak.strategies.parallel.options import ENGINES, parse_reshard, with_parallel_defaults
+from metapeak.strategies.parallel.options import ENGINES, parse_reshard, with_engine, with_parallel_precision
 from metapeak.strategies.parallel.units import UPCASTS
 from metapeak.strategies.precision import AUTOCAST_REGIONS, PRECISIONS
 from metapeak.strategies.presets import PRESETS, filled_in
@@ -265,7 +265,8 @@ def resolve(*given: Mapping[str, Option]) -> dict[str, Option]:
     for name, option in options.items():
         _check(BY_NAME[name], option)
     preset = options["preset"].value
-    return with_parallel_defaults(filled_in(options, preset) if preset is not None else options)
+    options = with_engine(options)
+    return with_parallel_precision(filled_in(options, preset) if preset is not None else options)
 
 
 def options_of(values: Mapping[str, Any], origin: str) -> dict[str, Option]:

@@ -12,7 +12,6 @@ from metapeak.strategies.parallel.fsdp1 import FSDP1
 from metapeak.strategies.parallel.fsdp2 import FSDP2
 from metapeak.strategies.parallel.layout import Layout
 from metapeak.strategies.parallel.tensor_parallel import TensorParallel
-from metapeak.strategies.parallel.units import UPCASTS
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.simulation import Option
 
@@ -38,16 +37,22 @@ def parse_reshard(text: str) -> bool | int | None:
     raise InputError(f"reshard_after_forward is {text!r}, but has to be default, always, never or a number of ranks.")
 
 
-def with_parallel_defaults(options: Mapping[str, Option]) -> dict[str, Option]:
-    """`options` with the engine that the degrees stand for, and with what that engine makes of a mixed precision.
+def with_engine(options: Mapping[str, Option]) -> dict[str, Option]:
+    """`options` with the engine that the degrees stand for.
 
-    Raises InputError for degrees that no engine uses and for options that contradict each other.
+    Raises InputError for degrees that no engine uses and for a stage that contradicts it.
     """
     options = dict(options)
     _choose_engine(options)
-    engine = options["engine"].value
     _check_degrees(options)
-    given = [name for name in _FSDP_OPTIONS if _is_given(options, name) and options[name].value is not None]
+    return options
+
+
+def with_parallel_precision(options: Mapping[str, Option]) -> dict[str, Option]:
+    """`options` with what their engine makes of a mixed precision. Raises InputError for another engine's options."""
+    options = dict(options)
+    engine = options["engine"].value
+    given = [name for name in _FSDP_OPTIONS if options[name].value is not None]
     if given and engine not in SHARDED_ENGINES:
         raise InputError(f"{', '.join(given)} belongs to engines {' and '.join(SHARDED_ENGINES)}, not to {engine}.")
     if engine in SHARDED_ENGINES:
@@ -169,6 +174,3 @@ def _fsdp(engine: str, layout: Layout, values: Mapping[str, Any]) -> Strategy:
     return FSDP1(
         **shared, buffer_dtype=dtypes["param_dtype"], sharding="SHARD_GRAD_OP" if reshard is False else "FULL_SHARD"
     )
-
-
-__all__ = ["DEGREES", "ENGINES", "UPCASTS", "layout_of_options", "parallel_strategies", "with_parallel_defaults"]

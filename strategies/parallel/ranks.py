@@ -14,6 +14,8 @@ from metapeak.tracer.errors import InputError
 if TYPE_CHECKING:
     import torch
 
+    from metapeak.tracer.spec import StepSpec
+
 # Classes of ranks of which each is traced; of more, the first and the last are.
 TRACED_CLASSES = 3
 
@@ -57,6 +59,24 @@ def distinct_ranks(
         f"counted as rank {first.rank}, which has the largest"
     )
     return [RankClass(rank=first.rank, count=first.count + others), last], (note,)
+
+
+def layout_notes(layout: Layout | None, step: StepSpec) -> tuple[str, ...]:
+    """What the report has to say about ranks that work together."""
+    if layout is None:
+        return ()
+    notes = [
+        "the other ranks are not run: collectives take the memory of their buffers, and every rank has a full batch"
+        + (", tensor-parallel ones the same" if layout.tp > 1 else "")
+    ]
+    if step.grad_accum > 1:
+        notes.append(
+            "gradients are reduced after every micro-batch"
+            if step.sync_each_batch
+            else "gradients are reduced after the last micro-batch only and kept whole until then, as the Hugging Face "
+            "Trainer does (no_sync); --sync-each-batch reduces them every time"
+        )
+    return tuple(notes)
 
 
 @contextlib.contextmanager
