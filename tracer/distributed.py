@@ -7,6 +7,7 @@ more, because a collective's memory is that of its buffers.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
         raise InputError("metapeak cannot trace a distributed job inside a process that has a process group already.")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    hook = sys.excepthook  # torch puts the rank in front of every line
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with _shapes_propagated_unseen():
@@ -32,6 +34,7 @@ def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
     finally:
         _meshes.clear()
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 @contextlib.contextmanager

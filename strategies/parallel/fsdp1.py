@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from metapeak.strategies.base import NoOpStrategy
 from metapeak.strategies.parallel.layout import NO_LAYOUT, Layout
 from metapeak.strategies.parallel.meshes import data_parallel_mesh
-from metapeak.strategies.parallel.units import BLOCKS, cast_up, units_of
+from metapeak.strategies.parallel.units import BLOCKS, cast_up, trained_leaves, units_of
 from metapeak.tracer.errors import InputError
 
 if TYPE_CHECKING:
@@ -55,6 +55,14 @@ class FSDP1(NoOpStrategy):
         cast_up(module, self.upcast)
         return module
 
+    def notes(self, module: torch.nn.Module) -> tuple[str, ...]:
+        leaves = trained_leaves(module)
+        if not leaves:
+            return ()
+        return (
+            f"{len(leaves)} trained modules are units of their own beside frozen ones, as PEFT's FSDP policy wraps",
+        )
+
     def distribute(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module wrapped in FullyShardedDataParallel."""
         import torch
@@ -62,7 +70,8 @@ class FSDP1(NoOpStrategy):
 
         from metapeak.tracer.phantom import DEVICE
 
-        units = {id(module.get_submodule(name)) for unit in units_of(module, self.wrap) for name in unit.modules}
+        names = {name for unit in units_of(module, self.wrap) for name in unit.modules} | {*trained_leaves(module)}
+        units = {id(module.get_submodule(name)) for name in names}
         dtypes = {
             name: getattr(torch, value)
             for name in ("param_dtype", "reduce_dtype", "buffer_dtype")

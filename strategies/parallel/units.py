@@ -71,6 +71,21 @@ def _final_norm(module: torch.nn.Module) -> torch.nn.Module | None:
     return fsdp_utils._find_final_norm(module)
 
 
+def trained_leaves(module: torch.nn.Module) -> list[str]:
+    """Paths of the modules without children whose weight is trained, where others are frozen: units of their own.
+
+    A flat parameter holds one dtype and, without `use_orig_params`, one requires_grad. Source: peft 0.21 utils/other.py
+    (fsdp_auto_wrap_policy), which the Hugging Face Trainer sets for PEFT models.
+    """
+    if all(parameter.requires_grad for parameter in module.parameters()):
+        return []
+    return [
+        name
+        for name, part in module.named_modules()
+        if not list(part.children()) and getattr(getattr(part, "weight", None), "requires_grad", False)
+    ]
+
+
 def matching_modules(module: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
     """Paths of the modules that a pattern matches (shell wildcards, on the path or the class name), inner ones first.
 
