@@ -117,9 +117,7 @@ def options_of_receipt(receipt: Receipt) -> dict[str, Any]:
     _check_definition(receipt)
     package = package_of(receipt)
     options = receipt.options
-    parallel = options.get("parallel") or {}
-    if parallel.get("engine", "none") != "none":
-        raise Refused(f"runs on several GPUs ({parallel['engine']}), which is not predicted yet")
+    parallel = dict(_parallel(options))
     if options.get("compile"):
         raise Refused("ran under torch.compile, which is not modelled")
     if options.get("float8"):
@@ -133,6 +131,7 @@ def options_of_receipt(receipt: Receipt) -> dict[str, Any]:
     found |= dict(_package_loss(package, options) if package else _loss(options, versions))
     if package:
         _leave_to_package(package, found)
+    found |= parallel
     if receipt.gpu:
         found["gpu"] = _GPUS.get(receipt.gpu, receipt.gpu)
     return found
@@ -208,6 +207,23 @@ def _training(options: Mapping[str, Any], versions: Mapping[str, str]) -> Iterat
         yield "optimizer", optimizer["name"]
         if optimizer.get("implementation"):
             yield "implementation", optimizer["implementation"]
+
+
+def _parallel(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Engine and degrees. Raises Refused for an engine that is not predicted, or a degree of a kind that is not."""
+    parallel = options.get("parallel") or {}
+    engine = parallel.get("engine", "none")
+    if engine in ("deepspeed", "megatron"):
+        raise Refused(f"runs on several GPUs ({engine}), which is not predicted yet")
+    for name in ("pp", "cp", "ep"):
+        if (parallel.get(name) or 1) > 1:
+            raise Refused(f"runs with {name} {parallel[name]}, which is not predicted yet")
+    if engine == "none":
+        return
+    yield "engine", engine
+    yield from ((name, parallel[name]) for name in ("dp_replicate", "dp_shard", "tp") if (parallel.get(name) or 1) > 1)
+    if parallel.get("cpu_offload"):
+        yield "cpu_offload", True
 
 
 def _attention(name: str, model: str, versions: Mapping[str, str]) -> str:

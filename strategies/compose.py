@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from metapeak.strategies.attention import attention_of, check_attention, check_attention_dtype
@@ -12,6 +14,9 @@ from metapeak.strategies.base import Strategy
 from metapeak.strategies.master_weights import with_master_weights
 from metapeak.strategies.optimizers import OptimizerMaker, check_optimizer, optimizer_maker
 from metapeak.strategies.packages import for_package, optimised_only
+from metapeak.strategies.parallel.checkpoints import with_real_checkpoints
+from metapeak.strategies.parallel.ranks import distinct_ranks, distribution, layout_notes, layout_of, process_group_of
+from metapeak.strategies.parallel.tensor_parallel import sharded_and_whole_apart
 from metapeak.strategies.precision import check_precision, precision_notes, training_loop
 from metapeak.strategies.quantization.from_config import with_checkpoint_quantization
 from metapeak.strategies.quantization.strategy import check_base_is_frozen
@@ -68,10 +73,8 @@ def simulate(
     for package in dict.fromkeys(name for strategy in strategies for name in strategy.imports):
         importlib.import_module(package)
 
-    from metapeak.tracer.attention import attention_choice
-    from metapeak.tracer.capture import record_training_step
-    from metapeak.tracer.flash_attention import flash_attention_2_available
-    from metapeak.tracer.models import build, resolve_model
+    from metapeak.tracer import capture  # noqa: F401  (what comes later takes its seconds here)
+    from metapeak.tracer.models import resolve_model
 
     seconds["import"] = time.perf_counter() - started
 
@@ -82,62 +85,56 @@ def simulate(
     for strategy in strategies:
         strategy.check(resolved, step)
     check_base_is_frozen(resolved, strategies)
-    capability = compute_capability_of(gpu)
-    implementation, choice = attention_of(step.attention, capability)
-    with flash_attention_2_available():
-        built = build(resolved, dtype=spec.dtype, attention=implementation)
-    check_attention_dtype(step.attention, built.dtype)
-    tensors, batch_notes = _batch(built, resolved, step)
-    compute_loss, own_loss = _loss(built, resolved, strategies), _ends_after_loss(built)
-    # Strategies change the real module before anything is recorded, in the order in which they were given. What they
-    # return may be a wrapper around it; the batch is made for the model itself.
-    module = built.module
-    for strategy in strategies:
-        module = strategy.prepare(module)
-    make_optimizer = optimizer_maker(step.optimizer, module)
-    script_notes = built.package.notes(module) if built.package else ()
-    loop = training_loop(step, module, own_loss=own_loss)
-    precision = precision_notes(step, module, gpu, own_loss=own_loss)
-    summary = _summary(resolved, built.module, module)
-    given = _strategy_options(strategies, module, options or {})
-    notes = [strategy.notes(module) for strategy in strategies]
+    layout = layout_of(strategies)
+    strategies = with_real_checkpoints(layout, strategies, functools.partial(_plain_graph, resolved, spec, step, gpu))
+    set_up = functools.partial(_set_up, resolved, spec, step, strategies, gpu)
+    first = set_up()
+    summary = _summary(resolved, first.built.module, first.module)
+    given = _strategy_options(strategies, first.module, options or {})
+    notes = [strategy.notes(first.module) for strategy in strategies]
+    classes, rank_notes = distinct_ranks(layout, first.module, strategies)
     seconds["build"] = time.perf_counter() - started
 
-    started = time.perf_counter()
-    with attention_choice(choice), flash_attention_2_available():
-        graph, answered = record_training_step(
-            module,
-            tensors,
-            optimised_only(built.package, _with_masters(make_optimizer, module, step), module),
-            compute_loss=compute_loss,
-            iterations=step.iterations,
-            loop=loop,
-            decouple_saves=any(strategy.needs_saves for strategy in strategies),
-            progress=progress,
+    # Every distinct rank is traced on its own: what it holds is decided before the first operation.
+    traced = []
+    for one in classes:
+        started = time.perf_counter()
+        prepared = set_up() if traced else first
+        if len(classes) > 1:
+            progress(f"rank {one.rank} of {layout.world_size}")
+        graph, answered = _trace(prepared, step, strategies, layout, one.rank, progress)
+        seconds["trace"] = seconds.get("trace", 0.0) + time.perf_counter() - started
+
+        started = time.perf_counter()
+        liveness = graph.liveness()
+        for strategy in strategies:
+            liveness = strategy.rewrite(liveness, graph)
+        # Workspaces last: what the rewritten step runs again takes its workspace again.
+        workspaces = KernelWorkspaces.of(graph, device_of(gpu))
+        liveness = workspaces.added_to(liveness)
+        liveness.lint()
+        rank = RankResult(
+            rank=one.rank,
+            count=one.count,
+            coordinates=layout.coordinates(one.rank) if layout else {},
+            liveness=liveness,
+            allocator=allocator or DEFAULT_CONFIG,
+            overheads=overheads(gpu, layout.groups if layout else ()),
         )
-    seconds["trace"] = time.perf_counter() - started
+        _ = rank.reservation  # counted in the seconds of this stage
+        traced.append((rank, graph, answered, workspaces))
+        seconds["liveness"] = seconds.get("liveness", 0.0) + time.perf_counter() - started
+    worst, graph, answered, workspaces = max(traced, key=lambda one: one[0].allocated_bytes)
+    built, tensors, make_optimizer = first.built, first.tensors, first.make_optimizer
 
-    started = time.perf_counter()
-    liveness = graph.liveness()
-    for strategy in strategies:
-        liveness = strategy.rewrite(liveness, graph)
-    # Workspaces last: what the rewritten step runs again takes its workspace again.
-    workspaces = KernelWorkspaces.of(graph, device_of(gpu))
-    liveness = workspaces.added_to(liveness)
-    liveness.lint()
-    rank = RankResult(
-        rank=0,
-        count=1,
-        coordinates={},
-        liveness=liveness,
-        allocator=allocator or DEFAULT_CONFIG,
-        overheads=overheads(gpu),
-    )
-    _ = rank.reservation  # counted in the seconds of this stage
-    seconds["liveness"] = time.perf_counter() - started
-
-    assumptions = [*resolved.notes, *checkpoint_notes, *built.notes, *script_notes, *batch_notes, *precision]
-    assumptions += answered
+    assumptions = [
+        *resolved.notes,
+        *checkpoint_notes,
+        *first.notes,
+        *answered,
+        *rank_notes,
+        *layout_notes(layout, step),
+    ]
     for strategy, said in zip(strategies, notes):
         assumptions += [*strategy.assumptions(), *said, *strategy.remarks(graph)]
     if make_optimizer is not None:
@@ -154,10 +151,94 @@ def simulate(
             assumptions=tuple(dict.fromkeys(assumptions)),
             not_modelled=workspaces.not_modelled(),
         ),
-        ranks=(rank,),
-        fit=verdict_for(gpu, rank.device_range, rank.device_bytes) if gpu else None,
+        ranks=tuple(rank for rank, *_ in traced),
+        fit=verdict_for(gpu, worst.device_range, worst.device_bytes) if gpu else None,
         graph=graph,
     )
+
+
+@dataclass(kw_only=True, eq=False)
+class _Prepared:
+    """A module on meta with everything that its step needs; `notes` are the report's sentences on how it was made."""
+
+    built: Any
+    module: Any
+    tensors: Any
+    compute_loss: Callable[..., Any]
+    make_optimizer: OptimizerMaker | None
+    loop: Any
+    choice: Any
+    notes: tuple[str, ...]
+
+
+def _set_up(resolved, spec: ModelSpec, step: StepSpec, strategies: Sequence[Strategy], gpu: Gpu | None) -> _Prepared:
+    """Build the model anew, with its batch, and let the strategies change it."""
+    from metapeak.tracer.flash_attention import flash_attention_2_available
+    from metapeak.tracer.models import build
+
+    implementation, choice = attention_of(step.attention, compute_capability_of(gpu))
+    with flash_attention_2_available():
+        built = build(resolved, dtype=spec.dtype, attention=implementation)
+    check_attention_dtype(step.attention, built.dtype)
+    tensors, batch_notes = _batch(built, resolved, step)
+    compute_loss, own_loss = _loss(built, resolved, strategies), _ends_after_loss(built)
+    # Strategies change the real module before anything is recorded, in the order in which they were given. What they
+    # return may be a wrapper around it; the batch is made for the model itself.
+    module = built.module
+    for strategy in strategies:
+        module = strategy.prepare(module)
+    return _Prepared(
+        built=built,
+        module=module,
+        tensors=tensors,
+        compute_loss=compute_loss,
+        make_optimizer=optimizer_maker(step.optimizer, module),
+        loop=training_loop(step, module, own_loss=own_loss),
+        choice=choice,
+        notes=(
+            *built.notes,
+            *(built.package.notes(module) if built.package else ()),
+            *batch_notes,
+            *precision_notes(step, module, gpu, own_loss=own_loss),
+        ),
+    )
+
+
+def _trace(prepared: _Prepared, step: StepSpec, strategies, layout, rank: int, progress):
+    """(graph, assumptions) of the prepared step, recorded as one rank of the layout."""
+    from metapeak.tracer.attention import attention_choice
+    from metapeak.tracer.capture import record_training_step
+    from metapeak.tracer.flash_attention import flash_attention_2_available
+
+    make = prepared.make_optimizer
+    if make is not None and layout is not None:
+        make = sharded_and_whole_apart(make)
+    if step.optimizer.master_weights:
+        make = with_master_weights(make, prepared.module)
+    make = optimised_only(prepared.built.package, make, prepared.module)
+    with (
+        attention_choice(prepared.choice),
+        flash_attention_2_available(),
+        process_group_of(layout, rank),
+    ):
+        return record_training_step(
+            prepared.module,
+            prepared.tensors,
+            make,
+            compute_loss=prepared.compute_loss,
+            distribute=distribution(layout, strategies),
+            iterations=step.iterations,
+            loop=prepared.loop,
+            decouple_saves=any(strategy.needs_saves for strategy in strategies),
+            progress=progress,
+        )
+
+
+def _plain_graph(resolved, spec: ModelSpec, step: StepSpec, gpu: Gpu | None, strategies: Sequence[Strategy]):
+    """One iteration on one GPU, recorded for rewrites: what a checkpointing policy is asked about."""
+    step = replace(step, iterations=1)
+    prepared = _set_up(resolved, spec, step, strategies, gpu)
+    return _trace(prepared, step, strategies, None, 0, lambda what: None)[0]
 
 
 def check_step(step: StepSpec) -> None:
@@ -202,10 +283,6 @@ def _summary(resolved, model, module) -> ModelSummary:
 
 def _batch(built, resolved, step: StepSpec) -> tuple[Any, tuple[str, ...]]:
     """(tensors, notes): the user's own batch where the function gave one, else a full batch for the task."""
-    if built.package is not None:
-        inputs = built.package.batch(built.module, step)
-        built.package.prepare_for(built.module, step)
-        return inputs.tensors, inputs.notes
     if built.batch is not None:
         return built.batch, ("the batch is the one that the function returned; batch_size and lengths are not used",)
     if getattr(built.module, "config", None) is None:
@@ -241,10 +318,6 @@ def _loss(built, resolved, strategies: Sequence[Strategy]) -> Callable[..., Any]
 def _ends_after_loss(built) -> bool:
     """Whether autocast ends with the loss unless it is told otherwise: where the model does not compute it itself."""
     return built.package.autocast_region == "loss" if built.package else built.compute_loss is not None
-
-
-def _with_masters(make_optimizer, module, step: StepSpec):
-    return with_master_weights(make_optimizer, module) if step.optimizer.master_weights else make_optimizer
 
 
 def _strategy_options(strategies, module, given: Mapping[str, Option]) -> dict[str, Option]:

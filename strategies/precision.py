@@ -111,6 +111,7 @@ def training_loop(step: StepSpec, module: torch.nn.Module, *, own_loss: bool) ->
         max_grad_norm=step.max_grad_norm,
         grad_accum=step.grad_accum,
         accumulate_in_float32=step.grad_accum_dtype == "float32",
+        sync_each_batch=step.sync_each_batch,
         optimizer_in_backward=step.optimizer.implementation == "in-backward",
     )
 
@@ -145,7 +146,8 @@ def precision_notes(step: StepSpec, module: torch.nn.Module, gpu: Gpu | None, *,
     if step.grad_accum > 1:
         notes.append(
             f"the batches of all {step.grad_accum} micro-batches lie on the GPU together, as the Hugging Face Trainer "
-            "loads them; two of them are traced, the others repeat the second"
+            "loads them; two of them are traced (three where gradients wait for the last to be reduced), the others "
+            "repeat the second"
         )
     if step.grad_accum_dtype == "float32" and not trained - {torch.float32}:
         notes.append("gradients are float32 as the weights are, so grad_accum_dtype changes nothing")

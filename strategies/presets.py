@@ -61,6 +61,7 @@ def _fill(option: str, value: Any, source: str, **when: tuple[Any, ...]) -> Fill
 
 
 _TRAINER = "transformers 5.24 training_args.py:TrainingArguments"
+_UNITS = "accelerate 1.15 utils/fsdp_utils.py:fsdp2_prepare_model"
 _PEFT = "peft 0.21 tuners/lora/config.py:LoraConfig"
 
 HF_TRAINER = Preset(
@@ -73,6 +74,7 @@ HF_TRAINER = Preset(
         _fill("max_grad_norm", 1.0, f"{_TRAINER}.max_grad_norm"),
         _fill("autocast_region", "forward", "accelerate 1.15 accelerator.py:prepare_model", autocast=("bf16", "fp16")),
         _fill("lora_rank", 8, _PEFT, method=("lora", "qlora")),
+        _fill("wrap", ("accelerate",), _UNITS, engine=("fsdp2",)),
     ),
 )
 
@@ -91,6 +93,7 @@ TRL = Preset(
         _fill("optimizer", "adamw", f"{_TRAINER}.optim (adamw_torch_fused)"),
         _fill("implementation", "fused", f"{_TRAINER}.optim (adamw_torch_fused)", optimizer=("adamw", "adam")),
         _fill("max_grad_norm", 1.0, f"{_TRAINER}.max_grad_norm"),
+        _fill("wrap", ("accelerate",), _UNITS, engine=("fsdp2",)),
         _fill("checkpointing", "full", f"{_SFT}.gradient_checkpointing"),
         _fill("loss", "fused-head", "trl 1.16 trainer/utils.py:add_fused_lm_head"),
         _fill("lora_rank", 16, f"{_SCRIPT}.lora_r", method=("lora", "qlora")),
@@ -116,6 +119,7 @@ TORCHTUNE = Preset(
         _fill("weights_dtype", "bf16", f"{_TUNE_FULL} (dtype)"),
         _fill("optimizer", "adamw", _TUNE_FULL),
         _fill("implementation", "fused", _TUNE_FULL, optimizer=("adamw", "adam")),
+        _fill("sync_each_batch", True, "torchtune 0.6.1 recipes/full_finetune_distributed.py (no no_sync)"),
         _fill("checkpointing", "full", f"{_TUNE_FULL} (enable_activation_checkpointing)"),
         _fill("loss", "chunked-output:8", f"{_TUNE_FULL} (CEWithChunkedOutputLoss)"),
         _fill("lora_rank", 8, _TUNE_LORA, method=("lora", "qlora")),

@@ -12,6 +12,7 @@ from metapeak.strategies.kernels import Kernels
 from metapeak.strategies.loss import loss_strategy
 from metapeak.strategies.methods import method_strategies
 from metapeak.strategies.optimizers import parse_arguments
+from metapeak.strategies.parallel.options import parallel_strategies
 from metapeak.strategies.quantization.options import quantization_strategies
 from metapeak.strategies.settings import DTYPES, options_of, resolve
 from metapeak.tracer.device.allocator_config import AllocatorConfig, parse_allocator_config
@@ -73,6 +74,7 @@ def step_spec(options: Mapping[str, Option]) -> StepSpec:
     return StepSpec(
         **{name: options[name].value for name in names},
         **dtypes,
+        sync_each_batch=bool(options["sync_each_batch"].value),
         optimizer=optimizer_spec(options),
     )
 
@@ -92,8 +94,9 @@ def optimizer_spec(options: Mapping[str, Option]) -> OptimizerSpec:
 def strategies_of(options: Mapping[str, Option]) -> list[Strategy]:
     """The strategies that the options ask for, in order. Raises InputError for a policy that does not exist."""
     strategy = strategy_for(parse_policy(options["checkpointing"].value))
-    # Adapters first: a trainer switches checkpointing on for the model that it trains.
-    return [*model_strategies(options), *([strategy] if strategy is not None else [])]
+    values = {name: option.value for name, option in options.items()}
+    # Adapters first: a trainer switches checkpointing on for the model that it trains, and shards what comes of it.
+    return [*model_strategies(options), *([strategy] if strategy is not None else []), *parallel_strategies(values)]
 
 
 def model_strategies(options: Mapping[str, Option]) -> list[Strategy]:

@@ -15,6 +15,8 @@ from metapeak.strategies.lora import ADAPTER_DTYPES, BIASES, parse_targets
 from metapeak.strategies.loss import LOSSES
 from metapeak.strategies.methods import METHODS
 from metapeak.strategies.optimizers import IMPLEMENTATIONS
+from metapeak.strategies.parallel.options import ENGINES, parse_reshard, with_engine, with_parallel_precision
+from metapeak.strategies.parallel.units import UPCASTS
 from metapeak.strategies.precision import AUTOCAST_REGIONS, PRECISIONS
 from metapeak.strategies.presets import PRESETS, filled_in
 from metapeak.strategies.quantization.schemes import GPTQ_KERNELS, SCHEMES, STORAGE_DTYPES
@@ -62,6 +64,12 @@ def numbers_of(text: str) -> tuple[int, ...]:
             raise InputError(f"'{text}' is no list of numbers such as 0-3,7.")
         numbers += range(int(first), int(last or first) + 1)
     return tuple(numbers)
+
+
+def reshard_text(text: str) -> str:
+    """The text as it is, once it can be read. Raises InputError."""
+    parse_reshard(text)
+    return text
 
 
 SETTINGS = (
@@ -194,6 +202,47 @@ SETTINGS = (
         help="the training loop holds the model's outputs (logits) until the next iteration's",
     ),
     Setting(
+        name="engine", kind=str, default=None, choices=ENGINES,
+        help="what spreads the job over GPUs; default: fsdp2 with dp_shard, ddp with dp_replicate, else none",
+    ),
+    Setting(name="zero_stage", kind=int, default=None, help="0 to 3, of engine deepspeed"),
+    Setting(name="gpus", kind=int, default=None, help="GPUs in all; has to be the product of the degrees"),
+    Setting(name="dp_replicate", kind=int, default=None, help="replicas of the model, or of its shards; default 1"),
+    Setting(name="dp_shard", kind=int, default=None, help="ranks that parameters are sharded over; default 1"),
+    Setting(name="tp", kind=int, default=None, help="degree of tensor parallelism, by the model's own plan; default 1"),
+    Setting(name="pp", kind=int, default=None, help="degree of pipeline parallelism; default 1"),
+    Setting(name="cp", kind=int, default=None, help="degree of context parallelism; default 1"),
+    Setting(name="ep", kind=int, default=None, help="degree of expert parallelism; default 1"),
+    Setting(name="cpu_offload", kind=bool, default=None, help="shards and optimizer on the host"),
+    Setting(
+        name="reshard_after_forward", kind=str, default=None, parse=reshard_text,
+        help="of FSDP: default (all units but the root), always, never or a number of ranks",
+    ),
+    Setting(
+        name="param_dtype", kind=str, default=None, choices=tuple(DTYPES),
+        help="of FSDP's mixed precision; default: that of autocast, else the parameters'",
+    ),
+    Setting(
+        name="reduce_dtype", kind=str, default=None, choices=tuple(DTYPES),
+        help="of FSDP's gradients in the reduce-scatter; default as param_dtype",
+    ),
+    Setting(
+        name="output_dtype", kind=str, default=None, choices=tuple(DTYPES),
+        help="FSDP2 casts what the model returns; default: that of autocast",
+    ),
+    Setting(
+        name="fsdp_upcast", kind=str, default=None, choices=UPCASTS,
+        help="parameters that are float32 in the shards; default with autocast trainable, as accelerate",
+    ),
+    Setting(
+        name="wrap", kind=str, default=None, parse=names_of,
+        help="units of FSDP: blocks (default), accelerate, none (the root alone) or patterns of paths and classes",
+    ),
+    Setting(
+        name="sync_each_batch", kind=bool, default=None,
+        help="reduce gradients after every micro-batch; default: after the last, as the Hugging Face Trainer",
+    ),
+    Setting(
         name="allocator_config", kind=str, default=None,
         help="settings of the caching allocator as in PYTORCH_CUDA_ALLOC_CONF, say expandable_segments:True",
     ),
@@ -221,7 +270,8 @@ def resolve(*given: Mapping[str, Option]) -> dict[str, Option]:
     for name, option in options.items():
         _check(BY_NAME[name], option)
     preset = options["preset"].value
-    return filled_in(options, preset) if preset is not None else options
+    options = with_engine(options)
+    return with_parallel_precision(filled_in(options, preset) if preset is not None else options)
 
 
 def options_of(values: Mapping[str, Any], origin: str) -> dict[str, Option]:

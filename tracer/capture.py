@@ -115,8 +115,7 @@ def record_training_step(
     loop = loop or TrainingLoop()
     move_to_phantom(model)
     if distribute is not None:
-        with unrecorded():
-            model = distribute(model)
+        model = _distributed(model, distribute)
     batches = [batch_to_phantom(batch) for _ in range(loop.grad_accum)]
     recorder = Recorder(model, decouple_saves=decouple_saves, outermost=TrainingLoop.run.__code__)
     _load(recorder, model, batches if loop.grad_accum > 1 else batches[0])
@@ -132,6 +131,18 @@ def record_training_step(
             _, op, op_index, module = recorder.mode.failed
         raise TraceError(f"{type(error).__name__}: {error}", op=op, module=module, op_index=op_index) from error
     return recorder.finish(), dict(recorder.mode.assumptions)
+
+
+def _distributed(model: torch.nn.Module, distribute: Callable[[torch.nn.Module], torch.nn.Module]) -> torch.nn.Module:
+    """What trains, sharded. Raises InputError with torch's own reason where it refuses this model."""
+    try:
+        with unrecorded():
+            return distribute(model)
+    except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
+        if isinstance(error, MetapeakError):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(f"PyTorch cannot shard this model: {type(error).__name__}: {reason}") from error
 
 
 def _load(recorder: Recorder, model: torch.nn.Module, batch: Any) -> None:

@@ -7,6 +7,7 @@ more, because a collective's memory is that of its buffers.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -25,12 +26,15 @@ def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
         raise InputError("metapeak cannot trace a distributed job inside a process that has a process group already.")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    hook = sys.excepthook  # torch puts the rank in front of every line
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with _shapes_propagated_unseen():
             yield
     finally:
+        _meshes.clear()
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 @contextlib.contextmanager
@@ -49,6 +53,12 @@ def _shapes_propagated_unseen() -> Iterator[None]:
         ShardingPropagator._propagate_tensor_meta_non_cached = original
 
 
+_meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
+
+
 def mesh_of(sizes: dict[str, int]) -> DeviceMesh:
-    """The mesh of the phantom GPUs with these named axes, slowest first."""
-    return init_device_mesh(DEVICE_NAME, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    """The mesh of the phantom GPUs with these named axes, slowest first: the same one while a process group lasts."""
+    key = tuple(sizes.items())
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh(DEVICE_NAME, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return _meshes[key]

@@ -30,6 +30,7 @@ from metapeak.tracer.graph import LOAD, RESIZE, SavedTensors, StepGraph, Symbol,
 from metapeak.tracer.liveness import Category, Phase
 from metapeak.tracer.phantom import HostCopy, PhantomTensor, local_tensor
 from metapeak.tracer.saved_tensors import SaveLog
+from metapeak.tracer.sharding_roles import roles_of_collectives
 
 _ALIVE = -1
 _current_autograd_node = torch._C._current_autograd_node
@@ -84,6 +85,7 @@ class Recorder:
         self._interrupted = False
         self._symbols: dict[Any, Symbol] = {}
         self._marked: dict[int, Category] = {}
+        self._strangers: list[int] = []
         self._recompute_ends: list[tuple[int, int]] = []
         self._index_modules()
 
@@ -176,7 +178,12 @@ class Recorder:
             node = self._append_node(RESIZE, (), {}, *self._where())
             value = len(graph.value_node)
             new = self._append_storage(node, value, storage)
-            self._append_view(node, 0, new, torch.uint8, (storage.nbytes(),), (1,), 0)
+            first = graph.storage_value[row]
+            graph.value_node.append(node)
+            graph.value_output.append(0)
+            graph.value_storage.append(new)
+            for column in (graph.value_dtype, graph.value_shape, graph.value_stride, graph.value_offset):
+                column.append(column[first])
             if row in self._marked:
                 self._marked[new] = self._marked[row]
             graph.owner[new] = graph.owner[row]
@@ -472,7 +479,7 @@ class Recorder:
         node = self._append_node(LOAD, (), {}, self._where()[0], -1)
         self._append_value(node, 0, tensor)
         if row is None:
-            self._marked[tensor.untyped_storage().row] = Category.BUFFER
+            self._strangers.append(tensor.untyped_storage().row)
         elif getattr(tensor, "_is_param", False):
             self._marked.setdefault(row, Category.PARAMETER)
         return tensor.produced
@@ -497,8 +504,9 @@ class Recorder:
         graph = self.graph
         forward_end = _ends_of(graph, Phase.FORWARD)
         recompute_end = _ends_of_recompute(graph)
+        marked = dict.fromkeys(self._strangers, Category.BUFFER) | roles_of_collectives(graph) | self._marked
         for row, birth in enumerate(graph.birth):
-            graph.category[row] = self._marked.get(row, _category_of(graph, row, birth, forward_end, recompute_end))
+            graph.category[row] = marked.get(row, _category_of(graph, row, birth, forward_end, recompute_end))
         return graph
 
 

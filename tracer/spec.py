@@ -71,6 +71,7 @@ class StepSpec(BatchSpec):
     `autocast` is the dtype of an autocast region (`bfloat16`, `float16`; fp16 brings loss scaling), `autocast_region`
     where it ends (`forward`, `loss`; None: after the model's forward, or with the loss that a function of yours gave).
     `grad_accum` micro-batches a step; `grad_accum_dtype` `float32` adds 16-bit gradients up in float32 buffers.
+    `sync_each_batch`: ranks reduce gradients after every micro-batch instead of only after the last.
     `max_grad_norm` clips the norm of all gradients. See tracer/training_loop.py.
     """
 
@@ -81,4 +82,5 @@ class StepSpec(BatchSpec):
     autocast_region: str | None = None
     grad_accum: int = 1
     grad_accum_dtype: str | None = None
+    sync_each_batch: bool = False
     max_grad_norm: float | None = None

@@ -14,6 +14,10 @@ Note [Gradient accumulation]
     to them, and every later one finds what the second found: so two of the N are traced, and N batches counted.
     `accumulate_in_float32`: gradients in 16 bits are added to a float32 buffer and freed as they come; the buffers are
     made once and stay. So Megatron (DistributedDataParallel, param.main_grad) and DeepSpeed (BF16_Optimizer) do.
+    Where ranks share the gradients, all backwards but the last may go without the reduction (`sync_each_batch` False):
+    accelerate's `no_sync`, which is `set_requires_gradient_sync(False)` for FSDP2. FSDP then keeps whole gradients: the
+    first backward creates them, those between add to them, the last adds and reduces. So three of the N are traced.
+    Sources: transformers 5.24 trainer.py (_run_epoch), accelerate 1.15 accelerator.py (no_sync).
 
 Note [Optimizer in backward]
     One optimizer a parameter, stepped by a hook as soon as the gradient is there, which is then freed; there is no
@@ -36,7 +40,7 @@ from metapeak.tracer.recorder import Recorder
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 # Micro-batches of one step that are traced, see Note [Gradient accumulation].
-TRACED_MICRO_BATCHES = 2
+TRACED_MICRO_BATCHES, TRACED_UNTIL_SYNC = 2, 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +49,7 @@ class TrainingLoop:
 
     `autocast` is the region's dtype, `autocast_region` where it ends: Note [Where autocast ends]. `grad_scaler`: loss
     scaling. `max_grad_norm`: clipping of the norm of all gradients. `grad_accum`, `accumulate_in_float32`: Note
-    [Gradient accumulation]. `optimizer_in_backward`: Note [Optimizer in backward].
+    [Gradient accumulation], and `sync_each_batch` too. `optimizer_in_backward`: Note [Optimizer in backward].
     """
 
     autocast: torch.dtype | None = None
@@ -54,6 +58,7 @@ class TrainingLoop:
     max_grad_norm: float | None = None
     grad_accum: int = 1
     accumulate_in_float32: bool = False
+    sync_each_batch: bool = True
     optimizer_in_backward: bool = False
 
     def run(
@@ -81,7 +86,8 @@ class TrainingLoop:
             if self.autocast is not None and self.autocast_region == "forward":
                 around.enter_context(_autocast_forward(model, self.autocast))
             for iteration in range(1, iterations + 1):
-                for batch in batches[:TRACED_MICRO_BATCHES]:
+                for batch, synced in self._micro_batches(model, batches):
+                    synced(model)
                     with recorder.phase(Phase.FORWARD, iteration), self._autocast_loss():
                         progress(f"iteration {iteration}: forward")
                         loss = compute_loss(model, batch)
@@ -91,6 +97,8 @@ class TrainingLoop:
                         scaler.scale(loss / self.grad_accum if self.grad_accum > 1 else loss).backward()
                         loss = loss.detach()
                         recorder.note_graph_end()
+                        for parameter in trainable:  # FSDP1 gives gradients without running their hooks
+                            _mark_gradient(recorder, parameter)
                 with recorder.phase(Phase.OPTIMIZER, iteration):
                     if optimizer is None:
                         model.zero_grad(set_to_none=True)
@@ -100,6 +108,13 @@ class TrainingLoop:
                     mark_optimizer_states(recorder, optimizer)
                     optimizer.zero_grad(set_to_none=True)
             recorder.close()
+
+    def _micro_batches(self, model, batches: Sequence[Any]) -> list[tuple[Any, Callable]]:
+        """(batch, what switches the reduction of gradients for it) of the micro-batches to trace."""
+        if self.sync_each_batch or len(batches) == 1 or not _can_defer(model):
+            return [(batch, lambda model: None) for batch in batches[:TRACED_MICRO_BATCHES]]
+        traced = [*batches[: TRACED_UNTIL_SYNC - 1], batches[-1]] if len(batches) > 2 else list(batches)
+        return [(batch, _defer) for batch in traced[:-1]] + [(traced[-1], _reduce)]
 
     def _autocast_loss(self):
         if self.autocast is None or self.autocast_region != "loss":
@@ -144,6 +159,34 @@ class TrainingLoop:
             torch.nn.utils.clip_grad_norm_(owners, self.max_grad_norm, foreach=True)
         scaler.step(optimizer)
         scaler.update()
+
+
+def _can_defer(model: torch.nn.Module) -> bool:
+    """Whether the ranks of this model share gradients."""
+    return any(hasattr(model, name) for name in ("set_requires_gradient_sync", "no_sync"))
+
+
+def _defer(model: torch.nn.Module) -> None:
+    _switch_reduction(model, False)
+
+
+def _reduce(model: torch.nn.Module) -> None:
+    _switch_reduction(model, True)
+
+
+def _switch_reduction(model: torch.nn.Module, on: bool) -> None:
+    """Whether the next backward reduces gradients over the ranks: FSDP2's switch, or what `no_sync` of the others sets.
+
+    Sources: torch/nn/parallel/distributed.py, torch/distributed/fsdp/fully_sharded_data_parallel.py (no_sync).
+    """
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(on)
+    elif hasattr(model, "require_backward_grad_sync"):
+        model.require_backward_grad_sync = on
+    else:
+        for part in model.modules():
+            if hasattr(part, "_sync_gradients"):
+                part._sync_gradients = on
 
 
 def _mark_gradient(recorder: Recorder, parameter: torch.Tensor) -> None:

@@ -17,8 +17,11 @@ DONE, BAD_INPUT, WRONG_USAGE, DOES_NOT_FIT, BORDERLINE, INTERRUPTED = 0, 1, 2, 3
 
 
 def quiet_transformers() -> None:
-    """Remarks of transformers on a config (token ids, loss types) are for those who run the model."""
+    """Remarks of transformers on a config (token ids, loss types) are for those who run the model, those of torch on
+    timers that a device lacks for those who own it.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def make_console():

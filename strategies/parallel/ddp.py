@@ -9,6 +9,7 @@ Sources: torch/nn/parallel/distributed.py, torch/csrc/distributed/c10d/reducer.c
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from unittest import mock
 
 from metapeak.strategies.base import NoOpStrategy
 from metapeak.strategies.parallel.layout import NO_LAYOUT, Layout
+from metapeak.strategies.parallel.meshes import replica_mesh
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +37,11 @@ class DDP(NoOpStrategy):
         """The module wrapped in DistributedDataParallel."""
         from torch.nn.parallel import DistributedDataParallel
 
-        with _replicas_are_alike():
+        with _replicas_are_alike(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # a newer name of broadcast_buffers
             wrapped = DistributedDataParallel(
                 module,
+                process_group=replica_mesh(self.layout).get_group(),
                 bucket_cap_mb=self.bucket_cap_mb,
                 gradient_as_bucket_view=self.gradient_as_bucket_view,
                 broadcast_buffers=False,
@@ -46,10 +50,11 @@ class DDP(NoOpStrategy):
         return wrapped
 
 
-def _reduced(state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _reduced(state, bucket):  # torch looks at the annotations of a hook, if it has any
     """The all-reduce of a bucket, in place as NCCL does it; the process group without peers gives no result."""
     import torch
 
+    torch.distributed.all_reduce(bucket.buffer())
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

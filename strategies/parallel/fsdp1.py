@@ -13,23 +13,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from metapeak.strategies.base import NoOpStrategy
-from metapeak.strategies.parallel.fsdp2 import matching_modules
 from metapeak.strategies.parallel.layout import NO_LAYOUT, Layout
+from metapeak.strategies.parallel.meshes import data_parallel_mesh
+from metapeak.strategies.parallel.units import BLOCKS, cast_up, trained_leaves, units_of
+from metapeak.tracer.errors import InputError
 
 if TYPE_CHECKING:
     import torch
 
+    from metapeak.tracer.models import ResolvedModel
+    from metapeak.tracer.spec import StepSpec
+
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP1(NoOpStrategy):
-    """`units` are patterns of module paths (None: the model's blocks); what no unit holds is the root's.
+    """`wrap` names the units (see units.py); what no unit holds is the root's.
 
     `sharding` is FULL_SHARD or SHARD_GRAD_OP (no resharding after forward). `param_dtype`, `reduce_dtype` and
     `buffer_dtype` make the MixedPrecision. `backward_prefetch` is BACKWARD_PRE, BACKWARD_POST or None.
     """
 
     layout: Layout = NO_LAYOUT
-    units: tuple[str, ...] | None = None
+    wrap: tuple[str, ...] = (BLOCKS,)
     sharding: str = "FULL_SHARD"
     param_dtype: str | None = None
     reduce_dtype: str | None = None
@@ -37,18 +42,35 @@ class FSDP1(NoOpStrategy):
     use_orig_params: bool = True
     backward_prefetch: str | None = "BACKWARD_PRE"
     limit_all_gathers: bool = True
+    upcast: str = "none"
+    cpu_offload: bool = False
 
     name = "fsdp1"
+
+    def check(self, model: ResolvedModel, step: StepSpec) -> None:
+        if self.cpu_offload:
+            raise InputError("cpu_offload: shards on the host are not predicted yet.")
+
+    def prepare(self, module: torch.nn.Module) -> torch.nn.Module:
+        cast_up(module, self.upcast)
+        return module
+
+    def notes(self, module: torch.nn.Module) -> tuple[str, ...]:
+        leaves = trained_leaves(module)
+        if not leaves:
+            return ()
+        return (
+            f"{len(leaves)} trained modules are units of their own beside frozen ones, as PEFT's FSDP policy wraps",
+        )
 
     def distribute(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module wrapped in FullyShardedDataParallel."""
         import torch
         from torch.distributed import fsdp
 
-        from metapeak.tracer.blocks import block_names
         from metapeak.tracer.phantom import DEVICE
 
-        names = block_names(module) if self.units is None else matching_modules(module, self.units)
+        names = {name for unit in units_of(module, self.wrap) for name in unit.modules} | {*trained_leaves(module)}
         units = {id(module.get_submodule(name)) for name in names}
         dtypes = {
             name: getattr(torch, value)
@@ -57,7 +79,8 @@ class FSDP1(NoOpStrategy):
         }
         return fsdp.FullyShardedDataParallel(
             module,
-            sharding_strategy=fsdp.ShardingStrategy[self.sharding],
+            sharding_strategy=fsdp.ShardingStrategy[self._sharding()],
+            device_mesh=data_parallel_mesh(self.layout),
             auto_wrap_policy=fsdp.wrap.CustomPolicy(lambda part: id(part) in units),
             mixed_precision=fsdp.MixedPrecision(**dtypes) if dtypes else None,
             backward_prefetch=fsdp.BackwardPrefetch[self.backward_prefetch] if self.backward_prefetch else None,
@@ -65,3 +88,8 @@ class FSDP1(NoOpStrategy):
             limit_all_gathers=self.limit_all_gathers,
             device_id=DEVICE,
         )
+
+    def _sharding(self) -> str:
+        if self.layout.dp_replicate == 1:
+            return self.sharding
+        return "HYBRID_SHARD" if self.sharding == "FULL_SHARD" else "_HYBRID_SHARD_ZERO2"

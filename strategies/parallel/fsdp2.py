@@ -4,23 +4,23 @@ What it changes: parameters, gradients and optimizer states are sharded over `dp
 with `dp_replicate` the shards are replicated (HSDP).
 Where each byte comes from: torch's own `fully_shard` runs on the phantom GPU, as one rank of the world.
 Not modelled: streams that delay the reuse of freed buffers by the allocator.
-Sources: torch/distributed/fsdp/_fully_shard.
+Sources: torch/distributed/fsdp/_fully_shard; accelerate 1.15 utils/fsdp_utils.py (fsdp2_prepare_model).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from metapeak.strategies.base import NoOpStrategy
 from metapeak.strategies.parallel.layout import NO_LAYOUT, Layout
+from metapeak.strategies.parallel.meshes import data_parallel_mesh
+from metapeak.strategies.parallel.units import BLOCKS, cast_up, units_of
 from metapeak.tracer.errors import InputError
 
 if TYPE_CHECKING:
     import torch
 
-    from metapeak.tracer.graph import StepGraph
     from metapeak.tracer.models import ResolvedModel
     from metapeak.tracer.spec import StepSpec
 
@@ -29,20 +29,25 @@ if TYPE_CHECKING:
 class FSDP2(NoOpStrategy):
     """`fully_shard` on every unit and then on the whole model.
 
-    `units` are patterns of module paths (None: the model's blocks); what no unit holds is sharded by the root.
+    `wrap` names the units (see units.py); what no unit holds is sharded by the root.
     `reshard_after_forward` is that of `fully_shard`: None (all units but the root), True, False or a number of ranks.
-    `param_dtype`, `reduce_dtype` and `output_dtype` make the MixedPrecisionPolicy.
+    `param_dtype`, `reduce_dtype` and `output_dtype` make the MixedPrecisionPolicy. `upcast` makes parameters float32
+    before they are sharded: those that are trained, or all. `cpu_offload` keeps shards, their gradients and the
+    optimizer on the host.
     """
 
     layout: Layout = NO_LAYOUT
-    units: tuple[str, ...] | None = None
+    wrap: tuple[str, ...] = (BLOCKS,)
     reshard_after_forward: bool | int | None = None
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     output_dtype: str | None = None
     cast_forward_inputs: bool = True
+    upcast: str = "none"
+    cpu_offload: bool = False
 
     name = "fsdp2"
+    shards_dim_0 = True
 
     def check(self, model: ResolvedModel, step: StepSpec) -> None:
         number = self.reshard_after_forward
@@ -50,29 +55,32 @@ class FSDP2(NoOpStrategy):
             shards = self.layout.dp_shard
             if not 1 < number < shards or shards % number:
                 raise InputError(
-                    f"reshard_after_forward is {number}, but has to be true, false or a divisor of dp_shard {shards} "
+                    f"reshard_after_forward is {number}, but has to be always, never or a divisor of dp_shard {shards} "
                     f"other than 1 and {shards}."
                 )
+        if self.cpu_offload:
+            raise InputError("cpu_offload: shards on the host are not predicted yet.")
+
+    def prepare(self, module: torch.nn.Module) -> torch.nn.Module:
+        cast_up(module, self.upcast)
+        return module
 
     def distribute(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module, which is on the device, sharded in place."""
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        from metapeak.tracer.distributed import mesh_of
-
-        axes = {"dp_replicate": self.layout.dp_replicate, "dp_shard": self.layout.dp_shard}
-        mesh = mesh_of({axis: degree for axis, degree in axes.items() if axis == "dp_shard" or degree > 1})
-        dtype = {name: getattr(torch, name) if name else None for name in (self.param_dtype, self.reduce_dtype)}
-        policy = MixedPrecisionPolicy(
-            param_dtype=dtype[self.param_dtype],
-            reduce_dtype=dtype[self.reduce_dtype],
-            output_dtype=getattr(torch, self.output_dtype) if self.output_dtype else None,
-            cast_forward_inputs=self.cast_forward_inputs,
-        )
-        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-        for unit in self._units(module):
-            fully_shard(unit, reshard_after_forward=self._reshard_unit(), **options)
+        dtypes = {
+            name: getattr(torch, dtype) if (dtype := getattr(self, name)) else None
+            for name in ("param_dtype", "reduce_dtype", "output_dtype")
+        }
+        policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=self.cast_forward_inputs)
+        options: dict[str, Any] = {"mesh": data_parallel_mesh(self.layout), "mp_policy": policy}
+        options["ignored_params"] = unshardable(module)
+        for unit in units_of(module, self.wrap):
+            parts = [module.get_submodule(name) for name in unit.modules]
+            reshard = self._reshard_unit() if unit.reshard is None else unit.reshard
+            fully_shard(parts if len(parts) > 1 else parts[0], reshard_after_forward=reshard, **options)
         fully_shard(module, reshard_after_forward=self.reshard_after_forward, **options)
         _keep_shards_as_they_are(module)
         return module
@@ -80,39 +88,13 @@ class FSDP2(NoOpStrategy):
     def _reshard_unit(self) -> bool | int:
         return True if self.reshard_after_forward is None else self.reshard_after_forward
 
-    def _units(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        from metapeak.tracer.blocks import block_names
 
-        names = block_names(module) if self.units is None else matching_modules(module, self.units)
-        for name in names:
-            yield module.get_submodule(name)
+def unshardable(module: torch.nn.Module) -> set[torch.Tensor]:
+    """Packed weights in integers, which stay whole on every rank: DTensors of them lose their statistics.
 
-    def assumptions(self) -> tuple[str, ...]:
-        return ()
-
-    def remarks(self, graph: StepGraph) -> tuple[str, ...]:
-        return ()
-
-
-def matching_modules(module: torch.nn.Module, patterns: tuple[str, ...]) -> list[str]:
-    """Paths of the modules that a pattern matches (shell wildcards, on the path or the class name), inner ones first.
-
-    Raises InputError for a pattern that matches nothing, with the classes that there are.
+    Source: accelerate 1.15 utils/fsdp_utils.py (fsdp2_prepare_model, incompatible_params4bit).
     """
-    from fnmatch import fnmatchcase
-
-    found: set[str] = set()
-    for pattern in patterns:
-        matches = {
-            name
-            for name, part in module.named_modules()
-            if name and (fnmatchcase(name, pattern) or fnmatchcase(type(part).__name__, pattern))
-        }
-        if not matches:
-            classes = sorted({type(part).__name__ for _, part in module.named_modules()})
-            raise InputError(f"No module matches {pattern!r}. Classes in this model: {', '.join(classes)}.")
-        found |= matches
-    return sorted(found, key=lambda name: (-name.count("."), name))
+    return {parameter for parameter in module.parameters() if not parameter.is_floating_point()}
 
 
 def _keep_shards_as_they_are(module: torch.nn.Module) -> None:

@@ -47,6 +47,16 @@ class Layout:
     def world_size(self) -> int:
         return math.prod(self.degrees.values())
 
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Sizes of the process groups that a rank talks in: the world's, and one for each axis that is not all of it.
+
+        Source: torch.distributed makes a communicator for a group when it is first used; init_device_mesh takes the
+        world's own for an axis as long as the world.
+        """
+        axes = [degree for axis, degree in self.degrees.items() if 1 < degree < self.world_size]
+        return (self.world_size, *axes)
+
     def check_world(self, world_size: int) -> None:
         """Raise InputError, with the equation, when the degrees do not multiply to the number of GPUs."""
         if self.world_size != world_size:

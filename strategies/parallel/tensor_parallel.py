@@ -9,12 +9,13 @@ Sources: transformers/distributed/tensor_parallel.py, `base_model_tp_plan` of ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from metapeak.strategies.base import NoOpStrategy
 from metapeak.strategies.parallel.layout import NO_LAYOUT, Layout
+from metapeak.strategies.parallel.meshes import layout_mesh
 from metapeak.tracer.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ class TensorParallel(NoOpStrategy):
         from transformers.distributed.configuration_utils import DistributedConfig
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-        from metapeak.tracer.distributed import mesh_of
-
         if self.layout.tp == 1:
             return module
         if not hasattr(module, "_resolve_parallel_plans"):
@@ -50,7 +49,7 @@ class TensorParallel(NoOpStrategy):
         except ValueError as error:
             raise InputError(f"tp {self.layout.tp}: {error}") from error
         tied = _separate_tied(module)
-        apply_tensor_parallelism(module, mesh_of({"tp": self.layout.tp}), plan)
+        apply_tensor_parallelism(module, layout_mesh(self.layout)["tp"], plan)
         for owner, name, source_owner, source_name in tied:
             owner._parameters[name] = source_owner._parameters[source_name]
         return module
@@ -86,3 +85,24 @@ def _separate_tied(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, 
                     torch.empty_like(parameter), requires_grad=parameter.requires_grad
                 )
     return separated
+
+
+def sharded_and_whole_apart(make: Callable[[list], Any]) -> Callable[[list], Any]:
+    """`make`, with an optimizer of their own for the parameters that are whole beside others that are DTensors.
+
+    foreach and fused kernels take lists of one kind ("got mixed torch.Tensor and DTensor").
+    """
+
+    def make_apart(parameters: list) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        from metapeak.strategies.optimizers.several import SeveralOptimizers
+
+        sharded, whole = [], []
+        for given in parameters:
+            (sharded if isinstance(given[1] if isinstance(given, tuple) else given, DTensor) else whole).append(given)
+        if not sharded or not whole:
+            return make(parameters)
+        return SeveralOptimizers([make(sharded), make(whole)])
+
+    return make_apart

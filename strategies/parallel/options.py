@@ -1,0 +1,176 @@
+"""The options of `parallel`: which engine spreads the job over how many GPUs, and what it does with precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from metapeak.strategies.base import Strategy
+from metapeak.strategies.parallel.ddp import DDP
+from metapeak.strategies.parallel.fsdp1 import FSDP1
+from metapeak.strategies.parallel.fsdp2 import FSDP2
+from metapeak.strategies.parallel.layout import Layout
+from metapeak.strategies.parallel.tensor_parallel import TensorParallel
+from metapeak.tracer.errors import InputError
+from metapeak.tracer.simulation import Option
+
+ENGINES = ("none", "ddp", "fsdp1", "fsdp2", "deepspeed", "megatron")
+SHARDED_ENGINES = ("fsdp1", "fsdp2")
+DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
+_FSDP_OPTIONS = ("param_dtype", "reduce_dtype", "output_dtype", "fsdp_upcast", "reshard_after_forward", "wrap")
+_LONG = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_ACCELERATE = "accelerate 1.15"
+
+
+def parse_reshard(text: str) -> bool | int | None:
+    """`reshard_after_forward` of a text: default (all units but the root), always, never, or a number of ranks.
+
+    >>> parse_reshard("never"), parse_reshard("4"), parse_reshard("default")
+    (False, 4, None)
+    """
+    named = {"default": None, "always": True, "true": True, "never": False, "false": False}
+    if text.lower() in named:
+        return named[text.lower()]
+    if text.isdigit():
+        return int(text)
+    raise InputError(f"reshard_after_forward is {text!r}, but has to be default, always, never or a number of ranks.")
+
+
+def with_engine(options: Mapping[str, Option]) -> dict[str, Option]:
+    """`options` with the engine that the degrees stand for.
+
+    Raises InputError for degrees that no engine uses and for a stage that contradicts it.
+    """
+    options = dict(options)
+    _choose_engine(options)
+    _check_degrees(options)
+    return options
+
+
+def with_parallel_precision(options: Mapping[str, Option]) -> dict[str, Option]:
+    """`options` with what their engine makes of a mixed precision. Raises InputError for another engine's options."""
+    options = dict(options)
+    engine = options["engine"].value
+    given = [name for name in _FSDP_OPTIONS if options[name].value is not None]
+    if given and engine not in SHARDED_ENGINES:
+        raise InputError(f"{', '.join(given)} belongs to engines {' and '.join(SHARDED_ENGINES)}, not to {engine}.")
+    if engine in SHARDED_ENGINES:
+        _mixed_precision(options)
+    return options
+
+
+def parallel_strategies(values: Mapping[str, Any]) -> list[Strategy]:
+    """The strategies of the options, in order: what is cut inside layers first, then data parallelism around it.
+
+    Raises InputError for what cannot be run.
+    """
+    engine, layout = values["engine"], layout_of_options(values)
+    if engine == "none" and layout.world_size == 1:
+        return []
+    strategies: list[Strategy] = [TensorParallel(layout=layout)] if layout.tp > 1 else []
+    if engine == "ddp":
+        strategies.append(DDP(layout=layout))
+    elif engine in SHARDED_ENGINES:
+        strategies.append(_fsdp(engine, layout, values))
+    return strategies
+
+
+def layout_of_options(values: Mapping[str, Any]) -> Layout:
+    """The layout of the options' degrees. Raises InputError when they do not multiply to `gpus`."""
+    degrees = {name: values[name] or 1 for name in DEGREES if name != "ep"}
+    layout = Layout(**degrees)
+    if values["engine"] == "ddp" and layout.dp_shard > 1:  # replicas, whatever their axis is called
+        layout = replace(layout, dp_replicate=layout.dp_replicate * layout.dp_shard, dp_shard=1)
+    if values["gpus"] is not None:
+        layout.check_world(values["gpus"])
+    return layout
+
+
+def _is_given(options: Mapping[str, Option], name: str) -> bool:
+    return options[name].origin != "default"
+
+
+def _choose_engine(options: dict[str, Option]) -> None:
+    """The engine that nobody named: ZeRO stages and sharding ask for FSDP2, replicas for DDP."""
+    stage = options["zero_stage"].value
+    engine = options["engine"].value
+    if stage is not None and not 0 <= stage <= 3:
+        raise InputError(f"zero_stage is {stage}, but DeepSpeed's stages are 0, 1, 2 and 3.")
+    if engine is None:
+        shard, replicate = ((options[name].value or 1) for name in ("dp_shard", "dp_replicate"))
+        if stage is not None:
+            engine, why = "deepspeed", f"zero_stage {stage}"
+        elif _is_given(options, "dp_shard") and options["dp_shard"].value is not None:
+            engine, why = "fsdp2", f"dp_shard {shard}"
+        elif replicate > 1:
+            engine, why = "ddp", f"dp_replicate {replicate}"
+        else:
+            engine, why = "none", None
+        options["engine"] = Option(value=engine, origin=f"{why} asks for it" if why else "default")
+    elif stage is not None and engine != "deepspeed":
+        equivalent = {3: "always", 2: "never"}.get(stage)
+        same = f" What FSDP does as stage {stage} is --reshard-after-forward {equivalent}." if equivalent else ""
+        raise InputError(f"zero_stage {stage} belongs to engine deepspeed, but the engine is {engine}.{same}")
+
+
+def _check_degrees(options: Mapping[str, Option]) -> None:
+    engine = options["engine"].value
+    values = {name: options[name].value for name in DEGREES}
+    for name, value in values.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise InputError(f"{name} is {value!r}, but a degree is a whole number from 1 on.")
+    for name, what in (("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
+        if (values[name] or 1) > 1:
+            raise InputError(f"{name} {values[name]}: {what} parallelism is not predicted yet.")
+    if engine in ("deepspeed", "megatron"):
+        raise InputError(f"engine {engine} is not predicted yet. Engines: none, ddp, fsdp1, fsdp2.")
+    data = max(values["dp_shard"] or 1, values["dp_replicate"] or 1)
+    if engine == "none" and data > 1:
+        raise InputError(
+            f"dp_shard {values['dp_shard'] or 1} x dp_replicate {values['dp_replicate'] or 1} ranks with engine none: "
+            "name the engine that spreads the data, ddp, fsdp1 or fsdp2."
+        )
+    if engine == "fsdp1" and (values["tp"] or 1) > 1:
+        raise InputError("engine fsdp1 with tp: flat parameters hold no DTensors. Use engine fsdp2.")
+
+
+def _mixed_precision(options: dict[str, Option]) -> None:
+    """What accelerate makes of a mixed precision: FSDP casts parameters itself, and trains float32 shards.
+
+    FSDP2 then has no autocast region; FSDP1 has both. Sources: accelerate 1.15 accelerator.py (_prepare_fsdp2,
+    prepare_model), utils/dataclasses.py (set_mixed_precision), utils/fsdp_utils.py (fsdp2_prepare_model).
+    """
+    autocast = options["autocast"].value
+    if autocast is None:
+        return
+    names = ["param_dtype", "reduce_dtype"] + (["output_dtype"] if options["engine"].value == "fsdp2" else [])
+    for name in names:
+        _fill(options, name, autocast, f"{_ACCELERATE} utils/dataclasses.py:set_mixed_precision")
+    _fill(options, "fsdp_upcast", "trainable", f"{_ACCELERATE} utils/fsdp_utils.py:fsdp2_prepare_model")
+    if options["engine"].value == "fsdp2":
+        options["autocast"] = Option(
+            value=None,
+            origin=f"{options['autocast'].origin}; FSDP2 casts parameters itself, {_ACCELERATE} "
+            "accelerator.py:_prepare_fsdp2 adds no autocast",
+        )
+
+
+def _fill(options: dict[str, Option], name: str, value: Any, origin: str) -> None:
+    if options[name].value is None and not _is_given(options, name):
+        options[name] = Option(value=value, origin=origin)
+
+
+def _fsdp(engine: str, layout: Layout, values: Mapping[str, Any]) -> Strategy:
+    dtypes = {name: _LONG.get(values[name]) for name in ("param_dtype", "reduce_dtype")}
+    shared: dict[str, Any] = {"layout": layout, "wrap": values["wrap"] or ("blocks",), **dtypes}
+    shared["upcast"] = values["fsdp_upcast"] or "none"
+    shared["cpu_offload"] = bool(values["cpu_offload"])
+    reshard = parse_reshard(values["reshard_after_forward"] or "default")
+    if engine == "fsdp2":
+        return FSDP2(**shared, reshard_after_forward=reshard, output_dtype=_LONG.get(values["output_dtype"]))
+    if isinstance(reshard, int) and not isinstance(reshard, bool):
+        raise InputError(f"reshard_after_forward {reshard} ranks is FSDP2's; FSDP1 takes always or never.")
+    return FSDP1(
+        **shared, buffer_dtype=dtypes["param_dtype"], sharding="SHARD_GRAD_OP" if reshard is False else "FULL_SHARD"
+    )
