@@ -46,8 +46,11 @@ class DDP(NoOpStrategy):
         return wrapped
 
 
-def _reduced(state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The all-reduce of a bucket, in place as NCCL does it; the process group without peers gives no result."""
+def _reduced(state, bucket):
+    """The all-reduce of a bucket, in place as NCCL does it; the process group without peers gives no result.
+
+    Without annotations: DDP compares them with classes, and here they would be strings.
+    """
     import torch
 
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()

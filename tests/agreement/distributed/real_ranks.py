@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,7 +25,12 @@ from tests.agreement.distributed.cases import CASES, batch, blocks
 
 @dataclass
 class RankRun:
-    """(phase, operator, live bytes) after each operator, and live bytes at the end of each phase."""
+    """(phase, operator, live bytes) after each operator, and live bytes at the end of each phase.
+
+    A phase ends where the first operator of the next one begins: what is freed before that counts as freed. (FSDP1
+    with `use_orig_params` keeps a unit's sharded gradient through `zero_grad(set_to_none=True)`, because
+    `flat_param.grad` holds it, and lets go of it when the next forward begins.)
+    """
 
     timeline: list = field(default_factory=list)
     ends: dict = field(default_factory=dict)
@@ -78,8 +84,8 @@ class Ranks:
 def _serve(rank, world_size, meeting, pipe):
     import traceback
 
-    os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
     torch.set_num_threads(1)
+    distributed_c10d.ProcessGroupGloo = OneThread
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
     while (name := pipe.recv()) is not None:
         try:
@@ -87,6 +93,20 @@ def _serve(rank, world_size, meeting, pipe):
         except Exception:
             pipe.send(traceback.format_exc())
     dist.destroy_process_group()
+
+
+class OneThread(dist.ProcessGroupGloo):
+    """Gloo over the loopback interface with a single thread.
+
+    The thread lets go of a collective's tensors a little after the caller goes on (NCCL holds none once its kernel has
+    run). A barrier that comes back tells that it has, if there is but one thread.
+    """
+
+    def __init__(self, store, rank, size, timeout):
+        options = self._Options()
+        options._timeout, options._threads = timeout, 1
+        options._devices = [self.create_device(interface=_loopback())]
+        super().__init__(store, rank, size, options)
 
 
 def _loopback() -> str:
@@ -102,10 +122,25 @@ class _Watch(TorchDispatchMode):
         self.alive = {}
         self.run = RankRun()
         self.phase = (0, "load")
+        self._ended = None
+
+    def begin(self, phase):
+        """`phase` None ends the run."""
+        if self.phase[1] != "load" and self._ended is None:  # else no operator ran in this phase
+            self._ended = self.phase
+        self.phase = phase
+        if phase is None:
+            self._end()
+
+    def _end(self):
+        """The first operator after a phase is about to run."""
+        if self._ended is not None:
+            self.run.ends[self._ended] = self.live()
+            self._ended = None
 
     def add(self, tensor):
-        if isinstance(tensor, FakeTensor) or type(tensor) is DTensor or tensor.device.type != "cpu":
-            return
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+            return  # a wrapper (DTensor, AsyncCollectiveTensor) has no memory of its own
         storage = tensor.untyped_storage()
         key = id(storage)
         if key not in self.alive:
@@ -124,9 +159,12 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operators come again, on the local tensors
+        if func.namespace == "profiler" or any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **(kwargs or {}))
+        self._end()
         result = func(*args, **(kwargs or {}))
-        if any(issubclass(kind, FakeTensor) for kind in types):
-            return result
+        if func.namespace in ("c10d", "_c10d_functional"):
+            dist.barrier()  # see OneThread
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and not self.stays_on_host(leaf):
                 self.add(leaf)
@@ -138,6 +176,7 @@ class _Watch(TorchDispatchMode):
         original = torch.UntypedStorage.resize_
 
         def resize(storage, size):
+            self._end()
             result = original(storage, size)
             entry = self.alive.get(id(storage))
             if entry is not None and entry[1] != storage.nbytes():
@@ -165,17 +204,15 @@ def train(case, iterations=2) -> RankRun:
     try:
         with watch, watch.resizes(), torch.autograd.set_multithreading_enabled(False):
             for iteration in range(1, iterations + 1):
-                watch.phase = (iteration, "forward")
+                watch.begin((iteration, "forward"))
                 loss = model(**data).loss
-                watch.run.ends[watch.phase] = watch.live()
-                watch.phase = (iteration, "backward")
+                watch.begin((iteration, "backward"))
                 loss.backward()
                 loss = loss.detach()
-                watch.run.ends[watch.phase] = watch.live()
-                watch.phase = (iteration, "optimizer")
+                watch.begin((iteration, "optimizer"))
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-                watch.run.ends[watch.phase] = watch.live()
+            watch.begin(None)
     finally:
         gc.enable()
     return watch.run
