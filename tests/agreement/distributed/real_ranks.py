@@ -98,8 +98,9 @@ def _serve(rank, world_size, meeting, pipe):
 class OneThread(dist.ProcessGroupGloo):
     """Gloo over the loopback interface with a single thread.
 
-    The thread lets go of a collective's tensors a little after the caller goes on (NCCL holds none once its kernel has
-    run). A barrier that comes back tells that it has, if there is but one thread.
+    The thread lets go of a collective's tensors a little after the caller goes on; with NCCL no thread holds any. If
+    there is but one thread, another collective that comes back tells that it has. (Not a barrier: it keeps weak
+    pointers to the collectives before it, and with them, as c10's intrusive pointers are, their tensors.)
     """
 
     def __init__(self, store, rank, size, timeout):
@@ -164,8 +165,11 @@ class _Watch(TorchDispatchMode):
         self._end()
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
-            dist.barrier()  # see OneThread
-        for leaf in tree_leaves(result):
+            for group in distributed_c10d._world.pg_map:
+                dist.all_reduce(torch.zeros(1), group=group)  # see OneThread
+        # A view makes no storage. One of a storage that nobody saw made is gloo's own: it reduces a clone of what is
+        # to be reduce-scattered and splits that when it is waited for; NCCL needs none.
+        for leaf in [] if func.is_view else tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and not self.stays_on_host(leaf):
                 self.add(leaf)
         self.note(str(func))
