@@ -283,6 +283,10 @@ def _summary(resolved, model, module) -> ModelSummary:
 
 def _batch(built, resolved, step: StepSpec) -> tuple[Any, tuple[str, ...]]:
     """(tensors, notes): the user's own batch where the function gave one, else a full batch for the task."""
+    if built.package is not None:
+        inputs = built.package.batch(built.module, step)
+        built.package.prepare_for(built.module, step)
+        return inputs.tensors, inputs.notes
     if built.batch is not None:
         return built.batch, ("the batch is the one that the function returned; batch_size and lengths are not used",)
     if getattr(built.module, "config", None) is None:

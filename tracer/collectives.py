@@ -7,6 +7,7 @@ same.
 from __future__ import annotations
 
 import torch
+import torch.distributed._functional_collectives  # registers the operators
 
 from metapeak.tracer.dispatch import handles
 from metapeak.tracer.errors import DataDependentError
@@ -20,6 +21,15 @@ def broadcast(mode, func, args, kwargs):
     """DDP broadcasts the order of its buckets and reads it back."""
     _, work = func([torch.zeros(1)], *args[1:], **kwargs)
     return args[0], work
+
+
+@handles(torch.ops._c10d_functional._wrap_tensor_autograd.default)
+def wrap(mode, func, args, kwargs):
+    """The result of a functional collective, wrapped to be waited for when it is used: no memory of its own.
+
+    Its meta kernel would make a copy.
+    """
+    return args[0]
 
 
 @handles(_aten.copy_.default)

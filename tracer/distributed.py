@@ -10,13 +10,14 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
 from metapeak.tracer.errors import InputError
-from metapeak.tracer.phantom import DEVICE_NAME
+from metapeak.tracer.phantom import DEVICE_NAME, address_of
 
 
 @contextlib.contextmanager
@@ -29,7 +30,7 @@ def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
     hook = sys.excepthook  # torch puts the rank in front of every line
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        with _shapes_propagated_unseen():
+        with _shapes_propagated_unseen(), _storages_with_addresses():
             yield
     finally:
         _meshes.clear()
@@ -51,6 +52,24 @@ def _shapes_propagated_unseen() -> Iterator[None]:
         yield
     finally:
         ShardingPropagator._propagate_tensor_meta_non_cached = original
+
+
+@contextlib.contextmanager
+def _storages_with_addresses() -> Iterator[None]:
+    """FSDP1 asks a storage for its address to know whether it has memory and whether two tensors share it.
+
+    On the phantom GPU all would say 0: resharding after a unit that backward never reached would be left out.
+    """
+    original = torch.UntypedStorage.data_ptr
+
+    def data_ptr(storage):
+        return address_of(storage) if storage.device.type == "meta" else original(storage)
+
+    torch.UntypedStorage.data_ptr = data_ptr
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.data_ptr = original
 
 
 _meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}

@@ -212,6 +212,17 @@ def kernel_is_running() -> bool:
     return _Kernel.running
 
 
+def address_of(storage: torch.UntypedStorage) -> int:
+    """A number that stands for where the memory of a storage on the phantom GPU begins: its own, 0 for no memory.
+
+    Programs compare addresses to learn whether tensors share memory (FSDP1 whether a flat parameter is sharded).
+    """
+    return storage._cdata << _ADDRESS_SHIFT if storage.nbytes() else 0
+
+
+_ADDRESS_SHIFT = 48  # more than any storage's bytes, so that no address lies inside another storage
+
+
 class PhantomTensor(torch.Tensor):
     """A tensor on the phantom GPU. `known` holds its real values when they are small and derived from known ones."""
 
@@ -241,6 +252,10 @@ class PhantomTensor(torch.Tensor):
 
     def record_stream(self, stream: Stream) -> None:
         pass
+
+    def data_ptr(self) -> int:
+        address = address_of(self.untyped_storage())
+        return address + self.storage_offset() * self.element_size() if address else 0
 
     def tolist(self) -> list:
         return self.cpu().tolist()

@@ -1,0 +1,119 @@
+"""Tiny models and how they are spread over ranks, said twice: to the real library on the CPU and to metapeak.
+
+Sizes are odd on purpose: 101 tokens, 3 key heads and a width of 36 divide by neither two nor four, so shards are
+padded.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers as hf
+
+_UNEVEN = {
+    "vocab_size": 101,
+    "hidden_size": 36,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "intermediate_size": 70,
+}
+_EVEN = {**_UNEVEN, "vocab_size": 104, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+
+
+def llama(device: str, **sizes) -> torch.nn.Module:
+    """A Llama for training; eager attention, as the CPU and a GPU run it alike."""
+    config = hf.LlamaConfig(**(sizes or _UNEVEN), use_cache=False, attn_implementation="eager")
+    torch.manual_seed(0)
+    with torch.device(device):
+        return hf.LlamaForCausalLM(config).train()
+
+
+def gpt2(device: str) -> torch.nn.Module:
+    """Tied embeddings, biases, and a fused projection."""
+    config = hf.GPT2Config(
+        vocab_size=101,
+        n_embd=36,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        use_cache=False,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return hf.GPT2LMHeadModel(config).train()
+
+
+def lora(device: str) -> torch.nn.Module:
+    """Frozen and trainable parameters in one unit."""
+    import peft
+
+    config = peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    with torch.device(device):
+        return peft.get_peft_model(llama(device), config).train()
+
+
+def checkpointed(device: str) -> torch.nn.Module:
+    model = llama(device)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def for_tensor_parallel(device: str) -> torch.nn.Module:
+    return llama(device, **_EVEN)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.arange(2 * 12).view(2, 12) % 101
+    return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+
+
+def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [part for part in model.modules() if type(part).__name__ in ("LlamaDecoderLayer", "GPT2Block")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`technique` is fsdp2, fsdp1, ddp or tp; `options` are its options in metapeak's words.
+
+    `peaks_differ`: the phases whose peak is not compared, with the mechanism that makes CPU and GPU differ there.
+    """
+
+    name: str
+    technique: str
+    build: Callable[[str], torch.nn.Module] = llama
+    options: dict[str, Any] = field(default_factory=dict)
+    peaks_differ: dict[str, str] = field(default_factory=dict)
+
+
+BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+
+CASES = {
+    case.name: case
+    for case in (
+        Case(name="fsdp2", technique="fsdp2"),
+        Case(name="fsdp2, no reshard", technique="fsdp2", options={"reshard_after_forward": False}),
+        Case(name="fsdp2, root resharded too", technique="fsdp2", options={"reshard_after_forward": True}),
+        Case(name="fsdp2, bf16", technique="fsdp2", options=BF16),
+        Case(name="fsdp2, bf16 reduced in bf16", technique="fsdp2", options={"param_dtype": "bfloat16"}),
+        Case(name="fsdp2, gpt2", technique="fsdp2", build=gpt2),
+        Case(name="fsdp2, checkpointing", technique="fsdp2", build=checkpointed),
+        Case(name="fsdp2, bf16, checkpointing", technique="fsdp2", build=checkpointed, options=BF16),
+        Case(name="fsdp2, lora", technique="fsdp2", build=lora),
+        Case(name="fsdp2, lora, bf16", technique="fsdp2", build=lora, options=BF16),
+        Case(name="fsdp1", technique="fsdp1"),
+        Case(name="fsdp1, flat parameters", technique="fsdp1", options={"use_orig_params": False}),
+        Case(name="fsdp1, bf16", technique="fsdp1", options={"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}),
+        Case(name="fsdp1, shard grad op", technique="fsdp1", options={"sharding": "SHARD_GRAD_OP"}),
+        Case(name="fsdp1, lora", technique="fsdp1", build=lora),
+        Case(name="ddp", technique="ddp"),
+        Case(name="ddp, views of buckets", technique="ddp", options={"gradient_as_bucket_view": True}),
+        Case(name="ddp, lora", technique="ddp", build=lora),
+        Case(name="tp", technique="tp", build=for_tensor_parallel),
+    )
+}

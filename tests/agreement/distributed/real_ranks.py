@@ -1,0 +1,285 @@
+"""Real ranks: processes with gloo between them that train a case and say what was alive when.
+
+Shares no code with metapeak.
+"""
+
+import contextlib
+import gc
+import os
+import socket
+import tempfile
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.agreement.distributed.cases import CASES, batch, blocks
+
+
+@dataclass
+class RankRun:
+    """(phase, operator, live bytes) after each operator, and live bytes at the end of each phase.
+
+    A phase ends where the first operator of the next one begins: what is freed before that counts as freed. (FSDP1
+    with `use_orig_params` keeps a unit's sharded gradient through `zero_grad(set_to_none=True)`, because
+    `flat_param.grad` holds it, and lets go of it when the next forward begins.)
+    """
+
+    timeline: list = field(default_factory=list)
+    ends: dict = field(default_factory=dict)
+
+    def peak(self, phase):
+        return max(live for name, _, live in self.timeline if name == phase)
+
+
+class Ranks:
+    """`world_size` processes that wait for cases; start them once, they cost seconds."""
+
+    def __init__(self, world_size: int):
+        context = mp.get_context("spawn")
+        self._pipes, self._processes = [], []
+        self._meeting = tempfile.mkdtemp()
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, world_size, os.path.join(self._meeting, "store"), theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, name: str) -> list[RankRun]:
+        """What each rank saw. Raises RuntimeError with the traceback of a rank that failed."""
+        for pipe in self._pipes:
+            pipe.send(name)
+        results = []
+        for pipe in self._pipes:
+            if not pipe.poll(120):
+                raise RuntimeError(f"a rank has not answered for two minutes: {name}")
+            results.append(pipe.recv())
+        for result in results:
+            if isinstance(result, str):
+                raise RuntimeError(result)
+        return results
+
+    def close(self):
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.terminate()
+        with contextlib.suppress(OSError):
+            os.remove(os.path.join(self._meeting, "store"))
+            os.rmdir(self._meeting)
+
+
+def _serve(rank, world_size, meeting, pipe):
+    import traceback
+
+    torch.set_num_threads(1)
+    distributed_c10d.ProcessGroupGloo = OneThread
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
+    while (name := pipe.recv()) is not None:
+        try:
+            pipe.send(train(CASES[name]))
+        except Exception:
+            pipe.send(traceback.format_exc())
+    dist.destroy_process_group()
+
+
+class OneThread(dist.ProcessGroupGloo):
+    """Gloo over the loopback interface with a single thread.
+
+    The thread lets go of a collective's tensors a little after the caller goes on; with NCCL no thread holds any. If
+    there is but one thread, another collective that comes back tells that it has. (Not a barrier: it keeps weak
+    pointers to the collectives before it, and with them, as c10's intrusive pointers are, their tensors.)
+    """
+
+    def __init__(self, store, rank, size, timeout):
+        options = self._Options()
+        options._timeout, options._threads = timeout, 1
+        options._devices = [self.create_device(interface=_loopback())]
+        super().__init__(store, rank, size, options)
+
+
+def _loopback() -> str:
+    """The name of the loopback interface: lo on Linux, lo0 on macOS."""
+    return next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
+
+
+class _Watch(TorchDispatchMode):
+    """Lets every operator run and counts the storages of plain tensors on the CPU that are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive = {}
+        self.run = RankRun()
+        self.phase = (0, "load")
+        self._ended = None
+
+    def begin(self, phase):
+        """`phase` None ends the run."""
+        if self.phase[1] != "load" and self._ended is None:  # else no operator ran in this phase
+            self._ended = self.phase
+        self.phase = phase
+        if phase is None:
+            self._end()
+
+    def _end(self):
+        """The first operator after a phase is about to run."""
+        if self._ended is not None:
+            self.run.ends[self._ended] = self.live()
+            self._ended = None
+
+    def add(self, tensor):
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+            return  # a wrapper (DTensor, AsyncCollectiveTensor) has no memory of its own
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key not in self.alive:
+            self.alive[key] = [weakref.ref(storage, lambda _: self.alive.pop(key, None)), storage.nbytes()]
+
+    def live(self):
+        return sum(nbytes for _, nbytes in self.alive.values())
+
+    def stays_on_host(self, tensor):
+        """AdamW's scalars stay on the host also when the model is on a GPU."""
+        return self.phase[1] == "optimizer" and tensor.dim() == 0
+
+    def note(self, name):
+        self.run.timeline.append((self.phase, name, self.live()))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its operators come again, on the local tensors
+        if func.namespace == "profiler" or any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **(kwargs or {}))
+        self._end()
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            for group in distributed_c10d._world.pg_map:
+                dist.all_reduce(torch.zeros(1), group=group)  # see OneThread
+        # A view makes no storage. One of a storage that nobody saw made is gloo's own: it reduces a clone of what is
+        # to be reduce-scattered and splits that when it is waited for; NCCL needs none.
+        for leaf in [] if func.is_view else tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and not self.stays_on_host(leaf):
+                self.add(leaf)
+        self.note(str(func))
+        return result
+
+    @contextlib.contextmanager
+    def resizes(self):
+        original = torch.UntypedStorage.resize_
+
+        def resize(storage, size):
+            self._end()
+            result = original(storage, size)
+            entry = self.alive.get(id(storage))
+            if entry is not None and entry[1] != storage.nbytes():
+                entry[1] = storage.nbytes()
+                self.note("storage.resize_")
+            return result
+
+        torch.UntypedStorage.resize_ = resize
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = original
+
+
+def train(case, iterations=2) -> RankRun:
+    """Two steps of a case as this rank."""
+    model = _DISTRIBUTE[case.technique](case.build("cpu"), **case.options)
+    data = batch()
+    watch = _Watch()
+    for tensor in [*model.parameters(), *model.buffers(), *data.values()]:
+        watch.add(getattr(tensor, "_local_tensor", tensor))
+    optimizer = _optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    gc.collect()
+    gc.disable()
+    try:
+        with watch, watch.resizes(), torch.autograd.set_multithreading_enabled(False):
+            for iteration in range(1, iterations + 1):
+                watch.begin((iteration, "forward"))
+                loss = model(**data).loss
+                watch.begin((iteration, "backward"))
+                loss.backward()
+                loss = loss.detach()
+                watch.begin((iteration, "optimizer"))
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            watch.begin(None)
+    finally:
+        gc.enable()
+    return watch.run
+
+
+def _optimizer(parameters):
+    """foreach AdamW; plain and DTensor parameters do not mix in one list."""
+    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+    return torch.optim.AdamW([{"params": group} for group in (sharded, plain) if group], foreach=True)
+
+
+# -- the same techniques by the library's own means --------------------------------------------------------------------
+
+
+def _mesh(axis):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(axis,))
+
+
+def _dtypes(names):
+    return {name: getattr(torch, dtype) for name, dtype in names.items()}
+
+
+def _fsdp2(model, reshard_after_forward=None, **dtypes):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    options = {"mesh": _mesh("dp_shard"), "mp_policy": MixedPrecisionPolicy(**_dtypes(dtypes))}
+    if reshard_after_forward is not None:
+        options["reshard_after_forward"] = reshard_after_forward
+    for block in blocks(model):
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def _fsdp1(model, sharding="FULL_SHARD", use_orig_params=True, **dtypes):
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    return FullyShardedDataParallel(
+        model,
+        sharding_strategy=ShardingStrategy[sharding],
+        auto_wrap_policy=ModuleWrapPolicy({type(block) for block in blocks(model)}),
+        mixed_precision=MixedPrecision(**_dtypes(dtypes)) if dtypes else None,
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+
+
+def _ddp(model, **options):
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model, broadcast_buffers=False, **options)
+
+
+def _tp(model):
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=dist.get_world_size()))
+    apply_tensor_parallelism(model, _mesh("tp"), plan)
+    return model
+
+
+_DISTRIBUTE = {"fsdp2": _fsdp2, "fsdp1": _fsdp1, "ddp": _ddp, "tp": _tp}

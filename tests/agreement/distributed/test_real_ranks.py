@@ -1,0 +1,83 @@
+"""Predicted live bytes of a rank equal what real processes hold, to the byte."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from metapeak.strategies.parallel.ddp import DDP
+from metapeak.strategies.parallel.fsdp1 import FSDP1
+from metapeak.strategies.parallel.fsdp2 import FSDP2
+from metapeak.strategies.parallel.layout import Layout
+from metapeak.strategies.parallel.tensor_parallel import TensorParallel
+from metapeak.tracer.capture import record_training_step
+from metapeak.tracer.distributed import one_rank_of
+from tests.agreement.distributed.cases import CASES, batch
+from tests.agreement.distributed.real_ranks import Ranks
+
+_STRATEGIES = {
+    "fsdp2": lambda ranks, **options: FSDP2(layout=Layout(dp_shard=ranks), **options),
+    "fsdp1": lambda ranks, **options: FSDP1(layout=Layout(dp_shard=ranks), **options),
+    "ddp": lambda ranks, **options: DDP(layout=Layout(dp_replicate=ranks), **options),
+    "tp": lambda ranks, **options: TensorParallel(layout=Layout(tp=ranks), **options),
+}
+# One of each mechanism; the others, and four ranks, are slow.
+_DEFAULT = ("fsdp2", "fsdp2, bf16, checkpointing", "fsdp2, lora", "fsdp1", "ddp", "tp")
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+def foreach_adamw(parameters):
+    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+    return torch.optim.AdamW([{"params": group} for group in (sharded, plain) if group], foreach=True)
+
+
+def predicted(case, world_size, rank):
+    """(liveness, {(iteration, phase): PhasePeak}) of a rank on the phantom GPU."""
+    strategy = _STRATEGIES[case.technique](world_size, **case.options)
+    with one_rank_of(world_size, rank):
+        graph, _ = record_training_step(case.build("meta"), batch(), foreach_adamw, distribute=strategy.distribute)
+    liveness = graph.liveness()
+    return liveness, {(phase.iteration, phase.phase): phase for phase in liveness.phases() if phase.iteration}
+
+
+def check(name, ranks, world_size):
+    case = CASES[name]
+    real = ranks.run(name)
+    for rank in sorted({0, world_size - 1}):
+        _, phases = predicted(case, world_size, rank)
+        run = real[rank]
+        assert {key: phase.end_bytes for key, phase in phases.items()} == run.ends, f"rank {rank}"
+        compared = [key for key in phases if key[1] not in case.peaks_differ]
+        assert {key: phases[key].peak_bytes for key in compared} == {key: run.peak(key) for key in compared}, (
+            f"rank {rank}"
+        )
+
+
+@pytest.mark.parametrize("name", _DEFAULT)
+def test_two_real_ranks_hold_what_is_predicted(name, two_ranks):
+    check(name, two_ranks, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name not in _DEFAULT])
+def test_two_real_ranks_hold_what_is_predicted_for_every_case(name, two_ranks):
+    check(name, two_ranks, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_four_real_ranks_hold_what_is_predicted(name, four_ranks):
+    check(name, four_ranks, 4)
