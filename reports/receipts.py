@@ -48,6 +48,14 @@ class Receipt:
     fields: Mapping[str, Any]
 
     @property
+    def gradients_held(self) -> bool:
+        """Whether "steady" was read while the step's gradients were still there.
+
+        PEFT's method_comparison zeroes them at the start of the next iteration.
+        """
+        return self.options.get("preset") == "peft-example"
+
+    @property
     def options(self) -> Mapping[str, Any]:
         return self.fields["options"]
 
