@@ -97,11 +97,15 @@ def predict(receipts: Sequence[Receipt]) -> list[Prediction]:
 
 def _prediction(receipt: Receipt, rank: RankResult, seconds: float) -> Prediction:
     nbytes = bytes_of_metric(receipt.metric, rank)
+    span = range_of_metric(receipt.metric, rank)
+    if receipt.metric == "nvml" and receipt.context_bytes is not None:
+        # the source measured the context that is assumed otherwise
+        low, high = rank.reservation.reserved_range
+        nbytes, span = high + receipt.context_bytes, (low + receipt.context_bytes, high + receipt.context_bytes)
     if receipt.metric == "steady_allocated" and receipt.gradients_held:
         nbytes += _gradient_bytes(rank)
     if nbytes is None:
         return Prediction(receipt=receipt, refused=f"metric {receipt.metric} is not predicted", seconds=seconds)
-    span = range_of_metric(receipt.metric, rank)
     return Prediction(receipt=receipt, predicted_bytes=nbytes, predicted_range=span, seconds=seconds)
 
 
@@ -212,12 +216,21 @@ def print_validation(predictions: Sequence[Prediction], console: Console) -> Non
         style = "" if one.within else "yellow"
         table.add_row(
             one.receipt.id, one.receipt.metric, gib(one.predicted_bytes), gib(one.receipt.measured_bytes),
-            f"{one.error_percent:+.3f}", f"{'yes' if one.within else 'no'} ({one.tolerance_percent:.2f})", style=style,
+            f"{one.error_percent:+.3f}", _verdict(one), style=style,
         )  # fmt: skip
     console.print(table)
     for reason, ids in refused.items():
         console.print(Text(f"Refused, {len(ids)}: {reason} ({', '.join(ids)})", style="dim"))
     _print_summary(summary_of(predictions), console)
+
+
+def _verdict(one: Prediction) -> str:
+    """Within or not, and what that allows: a percentage, or the range in which fragmentation decides."""
+    text = f"{'yes' if one.within else 'no'} ({one.tolerance_percent:.2f})"
+    if one.predicted_range is None:
+        return text
+    low, high = one.predicted_range
+    return f"{text}, {'in' if one.within_range else 'not in'} {gib(low)}..{gib(high)}"
 
 
 def _print_summary(summary: Mapping[str, Any], console: Console) -> None:
