@@ -54,6 +54,16 @@ class Receipt:
     source: str
     tier: str
     fields: Mapping[str, Any]
+    # Of a value that the driver showed: what the source measured of it as the device's context; None if unknown.
+    context_bytes: int | None = None
+
+    @property
+    def gradients_held(self) -> bool:
+        """Whether "steady" was read while the step's gradients were still there.
+
+        PEFT's method_comparison zeroes them at the start of the next iteration.
+        """
+        return self.options.get("preset") == "peft-example"
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -90,6 +100,7 @@ def _receipt(line: str, where: str) -> Receipt:
             source=fields.get("source", ""),
             tier=fields.get("tier", ""),
             fields=fields | {"options": fields["options"]},
+            context_bytes=fields.get("context_bytes"),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{where} is no receipt: {type(error).__name__}: {error}.") from error

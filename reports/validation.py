@@ -34,6 +34,17 @@ class Prediction:
     predicted_bytes: int | None = None
     seconds: float = 0.0
     refused: str | None = None
+    # (least, most) where fragmentation decides: see `range_of_metric`.
+    predicted_range: tuple[int, int] | None = None
+
+    @property
+    def within_range(self) -> bool | None:
+        """Whether the measured value lies in the predicted range, its rounding allowed for; None without a range."""
+        if self.predicted_range is None:
+            return None
+        low, high = self.predicted_range
+        rounding = self.receipt.rounding_bytes
+        return low - rounding <= self.receipt.measured_bytes <= high + rounding
 
     @property
     def error_percent(self) -> float | None:
@@ -86,9 +97,16 @@ def predict(receipts: Sequence[Receipt]) -> list[Prediction]:
 
 def _prediction(receipt: Receipt, rank: RankResult, seconds: float) -> Prediction:
     nbytes = bytes_of_metric(receipt.metric, rank)
+    span = range_of_metric(receipt.metric, rank)
+    if receipt.metric == "nvml" and receipt.context_bytes is not None:
+        # the source measured the context that is assumed otherwise
+        low, high = rank.reservation.reserved_range
+        nbytes, span = high + receipt.context_bytes, (low + receipt.context_bytes, high + receipt.context_bytes)
+    if receipt.metric == "steady_allocated" and receipt.gradients_held:
+        nbytes += _gradient_bytes(rank)
     if nbytes is None:
         return Prediction(receipt=receipt, refused=f"metric {receipt.metric} is not predicted", seconds=seconds)
-    return Prediction(receipt=receipt, predicted_bytes=nbytes, seconds=seconds)
+    return Prediction(receipt=receipt, predicted_bytes=nbytes, predicted_range=span, seconds=seconds)
 
 
 def bytes_of_metric(metric: str, rank: RankResult) -> int | None:
@@ -96,15 +114,29 @@ def bytes_of_metric(metric: str, rank: RankResult) -> int | None:
     if metric in ("max_allocated", "max_active"):
         return rank.allocated_bytes
     if metric == "steady_allocated":
-        return rank.steady_bytes + kept_workspaces(rank)
+        return rank.reservation.allocated_end  # with the workspaces that cuBLAS keeps
+    if metric == "max_reserved":
+        return rank.reserved_bytes
+    if metric == "nvml":
+        return rank.device_bytes
     return None
 
 
-def kept_workspaces(rank: RankResult) -> int:
-    """Bytes of workspaces that stay allocated between steps: those of cuBLAS."""
+def _gradient_bytes(rank: RankResult) -> int:
+    """Bytes of the gradients that the last step freed at its end."""
     liveness = rank.liveness
-    kept = (liveness.death > liveness.num_ops) & (liveness.category == Category.WORKSPACE)
-    return int(liveness.nbytes[kept].sum())
+    at_the_end = (liveness.category == Category.GRADIENT) & (liveness.death >= liveness.num_ops)
+    return int(liveness.nbytes[at_the_end].sum())
+
+
+def range_of_metric(metric: str, rank: RankResult) -> tuple[int, int] | None:
+    """(least, most) that a prediction allows for a counter which depends on fragmentation; None for the others.
+
+    The device's range is that of reserved bytes with the context and libraries of `overheads`.
+    """
+    if metric == "max_reserved":
+        return rank.reservation.reserved_range
+    return rank.device_range if metric == "nvml" else None
 
 
 # -- the record and the table ------------------------------------------------------------------------------------------
@@ -122,6 +154,8 @@ def validation_record(predictions: Sequence[Prediction]) -> dict[str, Any]:
                 "rounding_bytes": prediction.receipt.rounding_bytes,
                 "error_percent": prediction.error_percent,
                 "within": prediction.within,
+                "predicted_range": prediction.predicted_range,
+                "within_range": prediction.within_range,
                 "seconds": round(prediction.seconds, 3),
                 "refused": prediction.refused,
             }
@@ -155,6 +189,8 @@ def _errors(predictions: Sequence[Prediction]) -> dict[str, Any]:
     return {
         "count": len(errors),
         "within": sum(one.within is True for one in predictions),
+        "ranges": sum(one.within_range is not None for one in predictions),
+        "within_range": sum(one.within_range is True for one in predictions),
         "median_abs_error_percent": statistics.median(errors) if errors else None,
         "p95_abs_error_percent": errors[min(len(errors) - 1, int(0.95 * len(errors)))] if errors else None,
     }
@@ -180,12 +216,21 @@ def print_validation(predictions: Sequence[Prediction], console: Console) -> Non
         style = "" if one.within else "yellow"
         table.add_row(
             one.receipt.id, one.receipt.metric, gib(one.predicted_bytes), gib(one.receipt.measured_bytes),
-            f"{one.error_percent:+.3f}", f"{'yes' if one.within else 'no'} ({one.tolerance_percent:.2f})", style=style,
+            f"{one.error_percent:+.3f}", _verdict(one), style=style,
         )  # fmt: skip
     console.print(table)
     for reason, ids in refused.items():
         console.print(Text(f"Refused, {len(ids)}: {reason} ({', '.join(ids)})", style="dim"))
     _print_summary(summary_of(predictions), console)
+
+
+def _verdict(one: Prediction) -> str:
+    """Within or not, and what that allows: a percentage, or the range in which fragmentation decides."""
+    text = f"{'yes' if one.within else 'no'} ({one.tolerance_percent:.2f})"
+    if one.predicted_range is None:
+        return text
+    low, high = one.predicted_range
+    return f"{text}, {'in' if one.within_range else 'not in'} {gib(low)}..{gib(high)}"
 
 
 def _print_summary(summary: Mapping[str, Any], console: Console) -> None:

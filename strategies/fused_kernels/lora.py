@@ -47,7 +47,7 @@ class _Projections(torch.autograd.Function):
         layers, (x, *saved) = ctx.layers, ctx.saved_tensors
         tensors, dropped = saved[: 2 * len(layers)], saved[2 * len(layers) :]
         grads = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        x = x.reshape(-1, x.shape[-1])
+        shape, x = x.shape, x.reshape(-1, x.shape[-1])
         of_adapters = []
         for layer, grad, inputs, a, b in zip(layers, grads, dropped, tensors[::2], tensors[1::2]):
             of_adapters += _adapter_gradients(layer, grad, inputs, a.t(), b.t())
@@ -62,7 +62,7 @@ class _Projections(torch.autograd.Function):
                 grad_x = grad @ weight
             del weight
             grad_x += (inputs != 0) * (grad @ b.to(x.dtype) @ (_scale(layer) * a.to(x.dtype)))
-        return grad_x.view(ctx.saved_tensors[0].shape), None, *of_adapters
+        return grad_x.view(shape), None, *of_adapters
 
 
 def _adapter_gradients(layer, grad, inputs, a, b):

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import CausalLMOutput, CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutput
 
 from metapeak.tracer.errors import InputError
 
@@ -106,14 +106,14 @@ def replace_loss(
     """Let `model(**batch)` run the backbone, then `path` on its last hidden state, in place.
 
     The hidden state is held until there is a loss; what `held(model)` collects while the backbone runs goes out with
-    the logits, as past_key_values.
+    the logits, in the field of hidden states.
     """
 
     def forward(self, *args, labels=None, **kwargs):
         with held(self) as tensors:
             outputs = self.base_model(*args, **kwargs)
         loss, logits = path(self, outputs[0], labels)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=tuple(tensors) or None)
+        return CausalLMOutput(loss=loss, logits=logits, hidden_states=tuple(tensors) or None)
 
     model.forward = types.MethodType(forward, model)
 

@@ -65,15 +65,17 @@ class AllocatorResult:
     """What the allocator makes of a step.
 
     `allocated_peak` is torch.cuda.max_memory_allocated(): whole blocks, with what was not split off. `reserved_peak` is
-    torch.cuda.max_memory_reserved(). `unfragmented_peak` is the least that any placement could reserve: live blocks of
-    the small and of the large pool, each rounded up to 2 MiB. `retries` counts how often cached segments had to go back
-    to the driver; `oom` is where the capacity did not suffice (the history ends there), or None.
+    torch.cuda.max_memory_reserved(); `allocated_end` and `reserved_end` are what memory_allocated() and
+    memory_reserved() say after the step. `unfragmented_peak` is the least that any placement could reserve: live blocks
+    of the small and of the large pool, each rounded up to 2 MiB. `retries` counts how often cached segments had to
+    go back to the driver; `oom` is where the capacity did not suffice (the history ends there), or None.
     """
 
     config: AllocatorConfig
     capacity: int | None
     allocated_peak: int
     reserved_peak: int
+    allocated_end: int
     reserved_end: int
     unfragmented_peak: int
     retries: int
@@ -140,6 +142,7 @@ def reserve(
         capacity=capacity,
         allocated_peak=allocator.allocated_peak,
         reserved_peak=allocator.reserved_peak,
+        allocated_end=allocator.allocated,
         reserved_end=allocator.reserved,
         unfragmented_peak=_unfragmented_peak(liveness, config, storage, is_alloc),
         retries=allocator.retries,
