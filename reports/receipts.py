@@ -19,6 +19,10 @@ METRICS = ("max_allocated", "steady_allocated", "max_reserved", "max_active", "n
 _CHECKPOINTING = {"selective:op": "selective:torchtitan"}
 # Names of the receipts that the catalogue spells otherwise.
 _GPUS = {"a10g-24gb": "a10g", "rtx4070tis-16gb": "rtx-4070ti-super", "v100-16gb": "v100-16gb-sxm2", "h100-96gb": "h100-sxm"}
+# Every litgpt row was measured before October 2024 (see tracer/packages/litgpt.py, Note [StableEmbedding]).
+_MEASURED_VERSIONS = {"litgpt": "litgpt-0.4"}
+# litgpt's scripts have this dropout unless they are told otherwise (finetune/lora.py at the rows' commits).
+_LITGPT_DROPOUT = 0.05
 # Loss path of transformers up to a version (exclusive); see strategies/losses/transformers_versions.py.
 _LOSS_OF_VERSION = (((4, 46), "transformers-4.45"), ((4, 49), "transformers-4.48"))
 
@@ -133,7 +137,14 @@ def package_of(receipt: Receipt) -> str | None:
 def reference_of(receipt: Receipt) -> str:
     """The model reference that runs the code which was measured."""
     package = package_of(receipt)
-    return receipt.model if package is None else f"{package}:{receipt.fields['definition_key']}"
+    if package is None:
+        return receipt.model
+    return f"{_MEASURED_VERSIONS.get(package, package)}:{receipt.fields['definition_key']}"
+
+
+def first_batch_only(receipt: Receipt) -> bool:
+    """Whether only the first batch was as long as `seq_len` says: its peak comes before anything is held over."""
+    return "forced as first batch" in receipt.fields.get("notes", "")
 
 
 def _package_loss(package: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -144,7 +155,9 @@ def _package_loss(package: str, options: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def _leave_to_package(package: str, found: dict[str, Any]) -> None:
-    """Take out what the package's own LoRA decides: adapters have the dtype of the weights."""
+    """What the package's own LoRA decides: adapters have the dtype of the weights, dropout is that of its script."""
+    if package == "litgpt" and found["method"] in ("lora", "qlora"):
+        found.setdefault("lora_dropout", _LITGPT_DROPOUT)
     dtype = found.pop("adapter_dtype", None)
     if dtype not in (None, found.get("weights_dtype")):
         raise Refused(f"adapters in {dtype} beside weights in {found.get('weights_dtype')}: {package}'s own have the same")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import time
@@ -13,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from metapeak.reports.receipts import Receipt, Refused, options_of_receipt, reference_of
+from metapeak.reports.receipts import Receipt, Refused, first_batch_only, options_of_receipt, reference_of
 from metapeak.reports.sizes import gib
-from metapeak.strategies.request import simulate_resolved
+from metapeak.strategies.request import simulate_resolved, step_spec
 from metapeak.strategies.settings import options_of, resolve
 from metapeak.tracer.errors import MetapeakError
 from metapeak.tracer.liveness import Category
@@ -77,7 +78,10 @@ def predict(receipts: Sequence[Receipt]) -> list[Prediction]:
     first, started = receipts[0], time.perf_counter()
     try:
         options = resolve(options_of(options_of_receipt(first), f"receipt {first.id}"))
-        simulation = simulate_resolved(reference_of(first), options)
+        step = step_spec(options)
+        if first_batch_only(first):
+            step = dataclasses.replace(step, iterations=1, grad_accum=1)
+        simulation = simulate_resolved(reference_of(first), options, step=step)
     except (Refused, MetapeakError) as error:
         return [Prediction(receipt=receipt, refused=str(error)) for receipt in receipts]
     seconds = time.perf_counter() - started
