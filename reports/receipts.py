@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from metapeak.tracer.errors import InputError
+from metapeak.tracer.packages.diffusers import name_of
 from metapeak.tracer.packages.registry import PACKAGES
 
 # Metrics -> what of a prediction they are compared with.
@@ -139,6 +140,10 @@ def reference_of(receipt: Receipt) -> str:
     package = package_of(receipt)
     if package is None:
         return receipt.model
+    if package == "diffusers":
+        return f"diffusers:{name_of(receipt.fields['definition_key'], receipt.fields['definition_facts']['config'])}"
+    if package == "torchtune":
+        return f"torchtune:{receipt.fields['definition_key'].removeprefix('qlora_').removeprefix('lora_')}"
     return f"{_MEASURED_VERSIONS.get(package, package)}:{receipt.fields['definition_key']}"
 
 
@@ -147,17 +152,25 @@ def first_batch_only(receipt: Receipt) -> bool:
     return "forced as first batch" in receipt.fields.get("notes", "")
 
 
+def before_first_step(receipt: Receipt) -> bool:
+    """Whether the value was read before training began: what was loaded, and nothing else."""
+    return receipt.fields.get("notes", "").startswith("Before the first step")
+
+
 def _package_loss(package: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The package's own loss; litgpt has one for each method, which it takes by itself."""
     loss = options.get("loss") or "eager"
-    if package != "litgpt" and loss != "eager":
-        yield "loss", loss
+    if package == "torchtune":  # its chunked loss of that time
+        yield "loss", loss.replace("chunked:", "chunked-output:")
 
 
 def _leave_to_package(package: str, found: dict[str, Any]) -> None:
     """What the package's own LoRA decides: adapters have the dtype of the weights, dropout is that of its script."""
     if package == "litgpt" and found["method"] in ("lora", "qlora"):
         found.setdefault("lora_dropout", _LITGPT_DROPOUT)
+    if package == "diffusers" and found["method"] == "lora":
+        found.setdefault("adapter_dtype", "weights")  # add_adapter casts nothing
+        return
     dtype = found.pop("adapter_dtype", None)
     if dtype not in (None, found.get("weights_dtype")):
         raise Refused(f"adapters in {dtype} beside weights in {found.get('weights_dtype')}: {package}'s own have the same")

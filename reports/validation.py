@@ -14,7 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from metapeak.reports.receipts import Receipt, Refused, first_batch_only, options_of_receipt, reference_of
+from metapeak.reports.receipts import (
+    Receipt,
+    Refused,
+    before_first_step,
+    first_batch_only,
+    options_of_receipt,
+    reference_of,
+)
 from metapeak.reports.sizes import gib
 from metapeak.strategies.request import simulate_resolved, step_spec
 from metapeak.strategies.settings import options_of, resolve
@@ -89,7 +96,7 @@ def predict(receipts: Sequence[Receipt]) -> list[Prediction]:
 
 
 def _prediction(receipt: Receipt, rank: RankResult, seconds: float) -> Prediction:
-    nbytes = bytes_of_metric(receipt.metric, rank)
+    nbytes = loaded_bytes(rank) if before_first_step(receipt) else bytes_of_metric(receipt.metric, rank)
     if nbytes is None:
         return Prediction(receipt=receipt, refused=f"metric {receipt.metric} is not predicted", seconds=seconds)
     return Prediction(receipt=receipt, predicted_bytes=nbytes, seconds=seconds)
@@ -102,6 +109,13 @@ def bytes_of_metric(metric: str, rank: RankResult) -> int | None:
     if metric == "steady_allocated":
         return rank.steady_bytes + kept_workspaces(rank)
     return None
+
+
+def loaded_bytes(rank: RankResult) -> int:
+    """Bytes of the model before its first step."""
+    liveness = rank.liveness
+    model = (liveness.category == Category.PARAMETER) | (liveness.category == Category.BUFFER)
+    return int(liveness.nbytes[model & (liveness.birth <= 0)].sum())
 
 
 def kept_workspaces(rank: RankResult) -> int:

@@ -31,6 +31,8 @@ PACKAGES: dict[str, Entry] = {
     "litgpt-0.4": Entry(
         file="metapeak.tracer.packages.litgpt", requires=("litgpt", "lightning"), attribute="LITGPT_0_4", extra="litgpt"
     ),
+    "torchtune": Entry(file="metapeak.tracer.packages.torchtune", requires=("torchtune", "torchao")),
+    "diffusers": Entry(file="metapeak.tracer.packages.diffusers", requires=("diffusers",)),
 }
 
 
