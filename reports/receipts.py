@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from metapeak.tracer.errors import InputError
+from metapeak.tracer.packages.diffusers import name_of
 from metapeak.tracer.packages.registry import PACKAGES
 
 # Metrics -> what of a prediction they are compared with.
@@ -24,6 +25,10 @@ _GPUS = {
     "v100-16gb": "v100-16gb-sxm2",
     "h100-96gb": "h100-sxm",
 }
+# Every litgpt row was measured before October 2024 (see tracer/packages/litgpt.py, Note [StableEmbedding]).
+_MEASURED_VERSIONS = {"litgpt": "litgpt-0.4"}
+# litgpt's scripts have this dropout unless they are told otherwise (finetune/lora.py at the rows' commits).
+_LITGPT_DROPOUT = 0.05
 # Loss path of transformers up to a version (exclusive); see strategies/losses/transformers_versions.py.
 _LOSS_OF_VERSION = (((4, 46), "transformers-4.45"), ((4, 49), "transformers-4.48"))
 # Versions that a source pins in a file of its own, where the receipt leaves them out: text in `source` -> versions.
@@ -166,18 +171,39 @@ def package_of(receipt: Receipt) -> str | None:
 def reference_of(receipt: Receipt) -> str:
     """The model reference that runs the code which was measured."""
     package = package_of(receipt)
-    return receipt.model if package is None else f"{package}:{receipt.fields['definition_key']}"
+    if package is None:
+        return receipt.model
+    if package == "diffusers":
+        return f"diffusers:{name_of(receipt.fields['definition_key'], receipt.fields['definition_facts']['config'])}"
+    if package == "torchtune":
+        return f"torchtune:{receipt.fields['definition_key'].removeprefix('qlora_').removeprefix('lora_')}"
+    return f"{_MEASURED_VERSIONS.get(package, package)}:{receipt.fields['definition_key']}"
+
+
+def first_batch_only(receipt: Receipt) -> bool:
+    """Whether only the first batch was as long as `seq_len` says: its peak comes before anything is held over."""
+    return "forced as first batch" in receipt.fields.get("notes", "")
+
+
+def before_first_step(receipt: Receipt) -> bool:
+    """Whether the value was read before training began: what was loaded, and nothing else."""
+    return receipt.fields.get("notes", "").startswith("Before the first step")
 
 
 def _package_loss(package: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The package's own loss; litgpt has one for each method, which it takes by itself."""
     loss = options.get("loss") or "eager"
-    if package != "litgpt" and loss != "eager":
-        yield "loss", loss
+    if package == "torchtune":  # its chunked loss of that time
+        yield "loss", loss.replace("chunked:", "chunked-output:")
 
 
 def _leave_to_package(package: str, found: dict[str, Any]) -> None:
-    """Take out what the package's own LoRA decides: adapters have the dtype of the weights."""
+    """What the package's own LoRA decides: adapters have the dtype of the weights, dropout is that of its script."""
+    if package == "litgpt" and found["method"] in ("lora", "qlora"):
+        found.setdefault("lora_dropout", _LITGPT_DROPOUT)
+    if package == "diffusers" and found["method"] == "lora":
+        found.setdefault("adapter_dtype", "weights")  # add_adapter casts nothing
+        return
     dtype = found.pop("adapter_dtype", None)
     if dtype not in (None, found.get("weights_dtype")):
         raise Refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import time
@@ -13,9 +14,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from metapeak.reports.receipts import Receipt, Refused, options_of_receipt, reference_of
+from metapeak.reports.receipts import (
+    Receipt,
+    Refused,
+    before_first_step,
+    first_batch_only,
+    options_of_receipt,
+    reference_of,
+)
 from metapeak.reports.sizes import gib
-from metapeak.strategies.request import simulate_resolved
+from metapeak.strategies.request import simulate_resolved, step_spec
 from metapeak.strategies.settings import options_of, resolve
 from metapeak.tracer.errors import MetapeakError
 from metapeak.tracer.liveness import Category
@@ -88,7 +96,10 @@ def predict(receipts: Sequence[Receipt]) -> list[Prediction]:
     first, started = receipts[0], time.perf_counter()
     try:
         options = resolve(options_of(options_of_receipt(first), f"receipt {first.id}"))
-        simulation = simulate_resolved(reference_of(first), options)
+        step = step_spec(options)
+        if first_batch_only(first):
+            step = dataclasses.replace(step, iterations=1, grad_accum=1)
+        simulation = simulate_resolved(reference_of(first), options, step=step)
     except (Refused, MetapeakError) as error:
         return [Prediction(receipt=receipt, refused=str(error)) for receipt in receipts]
     seconds = time.perf_counter() - started
@@ -96,7 +107,7 @@ def predict(receipts: Sequence[Receipt]) -> list[Prediction]:
 
 
 def _prediction(receipt: Receipt, rank: RankResult, seconds: float) -> Prediction:
-    nbytes = bytes_of_metric(receipt.metric, rank)
+    nbytes = loaded_bytes(rank) if before_first_step(receipt) else bytes_of_metric(receipt.metric, rank)
     span = range_of_metric(receipt.metric, rank)
     if receipt.metric == "nvml" and receipt.context_bytes is not None:
         # the source measured the context that is assumed otherwise
@@ -120,6 +131,13 @@ def bytes_of_metric(metric: str, rank: RankResult) -> int | None:
     if metric == "nvml":
         return rank.device_bytes
     return None
+
+
+def loaded_bytes(rank: RankResult) -> int:
+    """Bytes of the model before its first step."""
+    liveness = rank.liveness
+    model = (liveness.category == Category.PARAMETER) | (liveness.category == Category.BUFFER)
+    return int(liveness.nbytes[model & (liveness.birth <= 0)].sum())
 
 
 def _gradient_bytes(rank: RankResult) -> int:

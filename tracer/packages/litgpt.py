@@ -8,7 +8,8 @@ Note [Tables of positions]
     `fit` sets `model.max_seq_length`, which computes cos and sin anew: in float32, outside the plugin's default dtype.
 Note [StableEmbedding]
     With a quantised base finetune/lora.py puts a new bnb StableEmbedding in the place of `wte`, after the rest was frozen
-    and the optimizer made. So its weight gets a gradient that no zero_grad reaches: it stays for good.
+    and the optimizer made. So its weight gets a gradient that no zero_grad reaches: it stays for good. litgpt before
+    0.5 (October 2024, pull request 1770) did not: `litgpt-0.4:NAME` is the installed litgpt without it.
 
 Not modelled: the validation of two batches before training (no gradients; below the training step's peak); loading.
 Sources: litgpt 0.5.13 model.py, lora.py, utils.py, finetune/{full,lora}.py; lightning 2.6 fabric/wrappers.py
@@ -44,6 +45,7 @@ CHUNK_TOKENS = 128
 
 class LitGPT(Package):
     prefix = "litgpt"
+    stable_embedding = True
     modules = ("litgpt.config", "litgpt.model", "litgpt.lora", "litgpt.utils")
     losses = ("chunked", f"chunked-ce:{CHUNK_TOKENS}", f"chunked-tokens:{CHUNK_TOKENS}")
     autocast_region = "forward"
@@ -121,6 +123,9 @@ class LitGPT(Package):
 
     def after_quantisation(self, module: nn.Module) -> nn.Module:
         import torch
+
+        if not self.stable_embedding:
+            return module
         from bitsandbytes.nn import StableEmbedding
 
         old = module.transformer.wte
@@ -198,4 +203,10 @@ def _take_over(module: nn.Module, adapted: nn.Module) -> None:
     adapted.cos, adapted.sin = module.cos, module.sin
 
 
+class LitGPT04(LitGPT):
+    prefix = "litgpt-0.4"
+    stable_embedding = False
+
+
 PACKAGE = LitGPT()
+LITGPT_0_4 = LitGPT04()

@@ -17,14 +17,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """The file of a package (its class is `PACKAGE` there), and the modules that have to be importable."""
+    """The file of a package and the object in it, the modules that have to be importable, and the package to install
+    where the prefix is not its name."""
 
     file: str
     requires: tuple[str, ...]
+    attribute: str = "PACKAGE"
+    extra: str | None = None
 
 
 PACKAGES: dict[str, Entry] = {
     "litgpt": Entry(file="metapeak.tracer.packages.litgpt", requires=("litgpt", "lightning")),
+    "litgpt-0.4": Entry(
+        file="metapeak.tracer.packages.litgpt", requires=("litgpt", "lightning"), attribute="LITGPT_0_4", extra="litgpt"
+    ),
+    "torchtune": Entry(file="metapeak.tracer.packages.torchtune", requires=("torchtune", "torchao")),
+    "diffusers": Entry(file="metapeak.tracer.packages.diffusers", requires=("diffusers",)),
 }
 
 
@@ -40,12 +48,13 @@ def split_reference(reference: str) -> tuple[str, str] | None:
 
 def installed_version(prefix: str) -> str:
     """The version of the package behind a prefix. Raises ModelNotFound when it, or what it needs, is not installed."""
+    extra = PACKAGES[prefix].extra or prefix
     missing = [name for name in PACKAGES[prefix].requires if not _is_importable(name)]
     if missing:
-        needed = "" if missing == [prefix] else f" (missing: {', '.join(missing)})"
-        raise ModelNotFound(f"{prefix} is not installed: pip install 'metapeak[{prefix}]'{needed}")
+        needed = "" if missing == [extra] else f" (missing: {', '.join(missing)})"
+        raise ModelNotFound(f"{extra} is not installed: pip install 'metapeak[{extra}]'{needed}")
     try:
-        return importlib.metadata.version(prefix)
+        return importlib.metadata.version(extra)
     except importlib.metadata.PackageNotFoundError:
         return "of unknown version"
 
@@ -64,7 +73,8 @@ def load_package(prefix: str) -> Package:
     """
     installed_version(prefix)
     try:
-        package = importlib.import_module(PACKAGES[prefix].file).PACKAGE
+        entry = PACKAGES[prefix]
+        package = getattr(importlib.import_module(entry.file), entry.attribute)
         package.load()
     except Exception as error:
         raise ModelConfigError(
