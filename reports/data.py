@@ -81,6 +81,7 @@ def _rank(rank: RankResult) -> dict[str, Any]:
             "module": peak_at.module,
         },
         "breakdown": {CATEGORY_NAMES[category]: nbytes for category, nbytes in rank.breakdown.items()},
+        "not_shared": dict(rank.not_shared),
         "overheads": {
             item.name: {**_range(item.low_bytes, item.high_bytes), "tag": item.tag, "source": item.source}
             for item in rank.overheads.items

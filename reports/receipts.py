@@ -302,8 +302,15 @@ def _method(options: Mapping[str, Any], source: str) -> Iterator[tuple[str, Any]
             yield names[name], value
     if quantization.get("type", "").startswith("gptq") and "fms-acceleration" in source:
         yield "gptq_kernel", "triton-v2"  # the plugin's AutoGPTQ layers (plugins/accelerated-peft)
+    if quantization.get("type") in ("nf4", "fp4") and not quantization.get("quant_storage") and _is_flat(options):
+        # Flat parameters take floating point alone; fms-acceleration (framework_plugin_bnb.py) stores in the weights'.
+        yield "quant_storage", options["weights_dtype"]
     if _kbit_cast_back(options):
         yield "kbit_cast_back", True
+
+
+def _is_flat(options: Mapping[str, Any]) -> bool:
+    return (options.get("parallel") or {}).get("engine") == "fsdp1"
 
 
 def _kbit_cast_back(options: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from metapeak.reports.data import CATEGORY_NAMES, module_rows
 from metapeak.reports.dtypes import dtype_rows
+from metapeak.reports.ranks import describe_layout, print_ranks
 from metapeak.reports.sizes import count, gib, size
 from metapeak.tracer.liveness import Category
 from metapeak.tracer.simulation import Option, RankResult, Simulation, Verdict
@@ -38,6 +39,7 @@ def print_summary(simulation: Simulation, console: Console, *, chart: bool = Fal
     print_head(simulation, rank, console)
     _verdict(simulation, rank, console)
     _peak(rank, console)
+    print_ranks(simulation, console)
     if chart:
         from metapeak.reports.timeline import print_timeline
 
@@ -89,6 +91,7 @@ def describe_step(simulation: Simulation, rank: RankResult) -> str:
     elif options.get("image_size"):
         batch += f" x {options['image_size']} pixels"
     parts.append(batch)
+    parts.append(describe_layout(simulation))
     policy = options.get("checkpointing", "none")
     parts.append("no checkpointing" if policy == "none" else f"checkpointing {policy}")
     parts.append(attention_kernels(rank) or f"{options.get('attention') or 'no'} attention")

@@ -17,6 +17,7 @@ from metapeak.strategies.packages import for_package, optimised_only
 from metapeak.strategies.parallel.checkpoints import with_real_checkpoints
 from metapeak.strategies.parallel.ranks import distinct_ranks, distribution, layout_notes, layout_of, process_group_of
 from metapeak.strategies.parallel.tensor_parallel import sharded_and_whole_apart
+from metapeak.strategies.parallel.unshared import not_shared
 from metapeak.strategies.precision import check_precision, precision_notes, training_loop
 from metapeak.strategies.quantization.from_config import with_checkpoint_quantization
 from metapeak.strategies.quantization.strategy import check_base_is_frozen
@@ -120,6 +121,7 @@ def simulate(
             liveness=liveness,
             allocator=allocator or DEFAULT_CONFIG,
             overheads=overheads(gpu, layout.groups if layout else ()),
+            not_shared=not_shared(graph, liveness, first.built.module) if layout else {},
         )
         _ = rank.reservation  # counted in the seconds of this stage
         traced.append((rank, graph, answered, workspaces))

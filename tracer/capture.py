@@ -19,6 +19,7 @@ from metapeak.tracer.graph import StepGraph
 from metapeak.tracer.liveness import Category
 from metapeak.tracer.phantom import PhantomTensor, local_tensor, phantom_from_cpu, phantom_from_meta, take_pending_error
 from metapeak.tracer.recorder import Recorder
+from metapeak.tracer.sharding_roles import is_sharded
 from metapeak.tracer.training_loop import TrainingLoop
 
 # -- moving a model and its batch --------------------------------------------------------------------------------------
@@ -150,7 +151,9 @@ def _load(recorder: Recorder, model: torch.nn.Module, batch: Any) -> None:
         prefix = f"{name}." if name else ""
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                recorder.load(local_tensor(parameter), prefix + key, Category.PARAMETER, module)
+                row = recorder.load(local_tensor(parameter), prefix + key, Category.PARAMETER, module)
+                if not is_sharded(parameter):
+                    recorder.graph.whole.add(row)
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         for key, buffer in module._buffers.items():

@@ -101,6 +101,8 @@ class StepGraph:
     `value_shape`, `value_stride`, `value_offset` (elements).
     Storage rows: `birth`, `death` (see liveness.py), `nbytes`, `category`, `owner` (module index: who made it, or whose
     parameter it serves), `storage_value` (the first value on it).
+    `whole`: storages of parameters that a sharded step keeps whole on every rank; `unsharded`: storages of gathered
+    parameters and of gradients that are not reduced yet.
     `output_dtypes`: what the model returned, by name, and `head`: its logits as the head made them.
     """
 
@@ -137,6 +139,8 @@ class StepGraph:
 
     load_names: dict[int, str] = field(default_factory=dict)
     output_dtypes: dict[str, str] = field(default_factory=dict)
+    whole: set[int] = field(default_factory=set)
+    unsharded: set[int] = field(default_factory=set)
     saved: SavedTensors | None = None
 
     @property

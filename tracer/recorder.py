@@ -112,12 +112,13 @@ class Recorder:
             classes.append(type(module).__name__)
         self.graph.block_names = block_names(self._root)
 
-    def load(self, tensor: PhantomTensor, name: str, category: Category, module: torch.nn.Module | None = None) -> None:
-        """Register a tensor that exists before the step. Tied tensors and views of one storage count once."""
+    def load(self, tensor: PhantomTensor, name: str, category: Category, module: torch.nn.Module | None = None) -> int:
+        """Register a tensor that exists before the step: its row. Tied tensors and views of one storage count once."""
         node = self._append_node(LOAD, (), {}, self._module_index.get(id(module), 0), -1)
         self.graph.load_names[node] = name
         row = self._append_value(node, 0, tensor)
         self._marked.setdefault(row, category)
+        return row
 
     # -- while recording -------------------------------------------------------------------------------------------
 

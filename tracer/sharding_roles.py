@@ -9,16 +9,33 @@ torch/distributed/fsdp/_runtime_utils.py (_reduce_grad); torch/csrc/distributed/
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from metapeak.tracer.graph import StepGraph, values_in
 from metapeak.tracer.liveness import Category, Phase
+
+if TYPE_CHECKING:
+    import torch
 
 # Operations that lie between the gradients of FSDP1's views and the reduce-scatter of its flat gradient.
 _PACKING = ("aten.cat", "aten.constant_pad_nd", "aten._to_copy")
 
 
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether a rank holds only a part of a parameter: a DTensor that is cut, or part of a flat parameter of FSDP1."""
+    placements = getattr(parameter, "placements", ())
+    return any(not placement.is_replicate() for placement in placements) or _is_flat(parameter)
+
+
+def _is_flat(parameter: torch.Tensor) -> bool:
+    return getattr(parameter, "_fsdp_flattened", False) or hasattr(parameter, "_unpadded_unsharded_size")
+
+
 def roles_of_collectives(graph: StepGraph) -> dict[int, Category]:
-    """Category by storage for what the collectives of the recorded step touch; the first role of a storage counts."""
+    """Category by storage for what the collectives of the recorded step touch; the first role of a storage counts.
+
+    Gathered parameters and gradients before their reduction are noted as the graph's `unsharded`.
+    """
     roles: dict[int, Category] = {}
     made_by = _results(graph)
     for node in range(graph.num_ops):
@@ -27,6 +44,10 @@ def roles_of_collectives(graph: StepGraph) -> dict[int, Category]:
             continue
         for row, category in _roles(graph, node, name, made_by):
             roles.setdefault(row, category)
+            if category in (Category.PARAMETER, Category.GRADIENT):
+                graph.unsharded.add(row)
+        if name.startswith("c10d._allgather_base_"):  # FSDP1 gathers into the parameter itself
+            graph.unsharded.update(_rows(graph, graph.args[node][0]))
     return roles
 
 

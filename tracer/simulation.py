@@ -57,7 +57,8 @@ class How:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankResult:
     """One distinct rank: how many ranks are like it, its coordinates in the layout, its liveness, the settings of its
-    caching allocator, and what its process takes of the GPU beside the allocator's segments.
+    caching allocator, and what its process takes of the GPU beside the allocator's segments. `not_shared`: requested
+    bytes at the peak that more data-parallel ranks would not make less, by what they are (for a job on several GPUs).
     """
 
     rank: int
@@ -66,6 +67,7 @@ class RankResult:
     liveness: Liveness
     allocator: AllocatorConfig = DEFAULT_CONFIG
     overheads: Overheads = field(default_factory=Overheads)
+    not_shared: Mapping[str, int] = field(default_factory=dict)
 
     @functools.cached_property
     def reservation(self) -> AllocatorResult:

@@ -70,6 +70,7 @@ class FSDP1(NoOpStrategy):
 
         from metapeak.tracer.phantom import DEVICE
 
+        _check_flattening(module)
         names = {name for unit in units_of(module, self.wrap) for name in unit.modules} | {*trained_leaves(module)}
         units = {id(module.get_submodule(name)) for name in names}
         dtypes = {
@@ -93,3 +94,14 @@ class FSDP1(NoOpStrategy):
         if self.layout.dp_replicate == 1:
             return self.sharding
         return "HYBRID_SHARD" if self.sharding == "FULL_SHARD" else "_HYBRID_SHARD_ZERO2"
+
+
+def _check_flattening(module: torch.nn.Module) -> None:
+    """Raise InputError for parameters in integers, which flat parameters cannot hold."""
+    for name, parameter in module.named_parameters():
+        if not parameter.is_floating_point():
+            raise InputError(
+                f"engine fsdp1: {name} is {str(parameter.dtype).removeprefix('torch.')}, and flat parameters hold "
+                "floating point only. Pack 4-bit weights into another dtype (--quant-storage bf16), or use engine "
+                "fsdp2, which leaves them whole on every rank."
+            )

@@ -20,6 +20,8 @@ SHARDED_ENGINES = ("fsdp1", "fsdp2")
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 _FSDP_OPTIONS = ("param_dtype", "reduce_dtype", "output_dtype", "fsdp_upcast", "reshard_after_forward", "wrap")
 _LONG = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# ZeRO stage -> when FSDP reshards parameters for the same sharding: 3 after forward, 2 never before backward.
+_FSDP_OF_STAGE = {2: "never", 3: "default"}
 _ACCELERATE = "accelerate 1.15"
 
 
@@ -99,7 +101,10 @@ def _choose_engine(options: dict[str, Option]) -> None:
         raise InputError(f"zero_stage is {stage}, but DeepSpeed's stages are 0, 1, 2 and 3.")
     if engine is None:
         shard, replicate = ((options[name].value or 1) for name in ("dp_shard", "dp_replicate"))
-        if stage is not None:
+        if stage in _FSDP_OF_STAGE:
+            _fill(options, "reshard_after_forward", _FSDP_OF_STAGE[stage], f"zero_stage {stage}")
+            engine, why = "fsdp2", f"zero_stage {stage} as PyTorch does it (DeepSpeed's own is not predicted yet);"
+        elif stage is not None:
             engine, why = "deepspeed", f"zero_stage {stage}"
         elif _is_given(options, "dp_shard") and options["dp_shard"].value is not None:
             engine, why = "fsdp2", f"dp_shard {shard}"
@@ -109,7 +114,7 @@ def _choose_engine(options: dict[str, Option]) -> None:
             engine, why = "none", None
         options["engine"] = Option(value=engine, origin=f"{why} asks for it" if why else "default")
     elif stage is not None and engine != "deepspeed":
-        equivalent = {3: "always", 2: "never"}.get(stage)
+        equivalent = _FSDP_OF_STAGE.get(stage)
         same = f" What FSDP does as stage {stage} is --reshard-after-forward {equivalent}." if equivalent else ""
         raise InputError(f"zero_stage {stage} belongs to engine deepspeed, but the engine is {engine}.{same}")
 
