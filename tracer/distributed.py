@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _disable_current_modes
 
 from metapeak.tracer.errors import InputError
@@ -28,6 +29,9 @@ def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook  # torch puts the rank in front of every line
+    # What DTensor remembers of an operator holds the local sizes of the rank that asked (views of uneven shards), and
+    # meshes of one shape are equal whoever's rank it is.
+    _clear_sharding_prop_cache()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         with _shapes_propagated_unseen(), _storages_with_addresses():
