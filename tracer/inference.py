@@ -25,12 +25,16 @@ from metapeak.tracer import (  # noqa: F401  (they register their operators)
     composites,
     phantom_ops,
 )
+from metapeak.tracer.batches import make_batch
 from metapeak.tracer.capture import batch_to_phantom, forget_recording, load_step, move_to_phantom, step_errors
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.graph import StepGraph
+from metapeak.tracer.kernels import Device, KernelWorkspaces
 from metapeak.tracer.liveness import Category, Phase
 from metapeak.tracer.phantom import PhantomTensor
 from metapeak.tracer.recorder import Recorder
+from metapeak.tracer.sequences import ordinary_token_ids
+from metapeak.tracer.spec import BatchSpec
 
 # Not what a forward needs: it is there before and after.
 _RESIDENT = (Category.PARAMETER, Category.BUFFER, Category.INPUT)
@@ -47,10 +51,13 @@ class Inference:
     cache_rows: frozenset[int]
     assumptions: Mapping[str, int]
 
-    @property
-    def activation_bytes(self) -> int:
-        """Most bytes that the prefill holds beside weights, buffers, inputs and the cache that it leaves."""
+    def activation_bytes(self, device: Device | None = None) -> int:
+        """Most bytes that the prefill holds beside weights, buffers, inputs and the cache that it leaves; with the
+        workspaces of its kernels on `device` (None: without).
+        """
         liveness = self.graph.liveness()
+        if device is not None:
+            liveness = KernelWorkspaces.of(self.graph, device).added_to(liveness)
         counted = ~np.isin(liveness.category, [int(category) for category in _RESIDENT])
         counted[list(self.cache_rows)] = False
         deltas = np.zeros(liveness.num_ops + 2, dtype=np.int64)
@@ -66,8 +73,8 @@ def check_generates(model: torch.nn.Module, name: str) -> None:
     can_generate = getattr(model, "can_generate", None)
     if can_generate is None or not can_generate():
         raise InputError(
-            f"{name} is a {type(model).__name__}, which generates no tokens: it has no cache of keys and values. Serve a "
-            "decoder or an encoder-decoder (task causal-lm, seq2seq-lm, image-text-to-text, speech-seq2seq)."
+            f"{name} is a {type(model).__name__}, which generates no tokens: it has no cache of keys and values. Serve "
+            "a decoder or an encoder-decoder (task causal-lm, seq2seq-lm, image-text-to-text, speech-seq2seq)."
         )
 
 
@@ -96,9 +103,36 @@ def record_inference(
     with step_errors(recorder), recorder.recording(), torch.no_grad():
         cache, rows = _generate(recorder, model, on_device, decode_tokens, logits_rows, after_token)
         recorder.close()
-    return Inference(
-        graph=recorder.finish(), cache=cache, cache_rows=rows, assumptions=dict(recorder.mode.assumptions)
-    )
+    return Inference(graph=recorder.finish(), cache=cache, cache_rows=rows, assumptions=dict(recorder.mode.assumptions))
+
+
+def record_forward(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> Inference:
+    """One forward of any module without gradients, recorded; there is no cache. Raises as `record_inference`."""
+    move_to_phantom(module)
+    on_device = batch_to_phantom(inputs)
+    recorder = Recorder(module, outermost=record_forward.__code__)
+    load_step(recorder, module, on_device)
+    with step_errors(recorder), recorder.recording(), torch.no_grad():
+        with recorder.phase(Phase.FORWARD, 1):
+            output = module(**on_device)
+        del output
+        recorder.close()
+    return Inference(graph=recorder.finish(), cache=None, cache_rows=frozenset(), assumptions={})
+
+
+def generation_batch(model: torch.nn.Module, task: str | None, sequences: int, tokens: int) -> dict[str, torch.Tensor]:
+    """Inputs of a generation's first forward: [sequences, tokens] ids without labels, on the CPU.
+
+    An encoder-decoder gets `tokens` in its decoder, and its own input besides (`tokens` too where that is text).
+    """
+    takes = inspect.signature(model.forward).parameters
+    ids = ordinary_token_ids(model, sequences, tokens)
+    if not model.config.is_encoder_decoder:
+        batch = {"input_ids": ids}
+        return batch | ({"attention_mask": torch.ones_like(ids)} if "attention_mask" in takes else {})
+    batch = make_batch(model, task or "seq2seq-lm", BatchSpec(batch_size=sequences, seq_len=tokens, target_len=tokens))
+    tensors = {name: tensor for name, tensor in batch.tensors.items() if name != "labels"}
+    return tensors | {"decoder_input_ids": ids}
 
 
 def _generate(recorder: Recorder, model, batch: Mapping[str, Any], decode_tokens: int, logits_rows: int, look):

@@ -2,14 +2,14 @@
 
 Note [How a layer is measured]
     The model prefills PROBE_TOKENS tokens and decodes two more on the phantom GPU. A tensor of a cache layer whose
-    storage grows with the token holds tokens; so does one of a sliding layer, which keeps the last `sliding_window`. Its
-    bytes over the tokens that it holds are the bytes a token. Everything else (convolution and recurrent states) is
+    storage grows with the token holds tokens; so does one of a sliding layer, which keeps the last `sliding_window`.
+    Its bytes over the tokens that it holds are the bytes a token. Everything else (convolution and recurrent states) is
     state: the same for any length. Cross-attention's keys and values hold the encoder's positions and grow no more.
     A layer that follows none of these rules is refused, not rounded.
 
 Note [Storages of sliding layers]
-    transformers keeps the last `sliding_window - 1` tokens as a view into keys and values of one forward: after decoding
-    a token the storage holds `min(tokens, sliding_window)` tokens, after a long prefill all of them until the next
+    transformers keeps the last `sliding_window - 1` tokens as a view into keys and values of one forward: after
+    decoding a token the storage holds `min(tokens, sliding_window)` tokens, after a long prefill all of them until the next
     token. What is counted here is the state between two decoded tokens.
 """
 
@@ -35,7 +35,8 @@ class CacheLayer:
     """What one layer keeps of one sequence.
 
     `token_bytes` a token kept, `window` the most tokens kept (None: all), `state_bytes` whatever the length, `kind`
-    the name of transformers' class, `cross` whether the tokens are the encoder's.
+    the name of transformers' class, `cross` whether the tokens are the encoder's, `heads` of keys and values (1 where
+    all heads share them, as in multi-head latent attention).
     """
 
     kind: str
@@ -43,6 +44,7 @@ class CacheLayer:
     window: int | None = None
     state_bytes: int = 0
     cross: bool = False
+    heads: int = 1
 
     def bytes_at(self, tokens: int) -> int:
         """Bytes for a sequence of so many tokens (of the encoder, for cross-attention)."""
@@ -97,6 +99,25 @@ class CacheLayout:
     def bytes_at(self, tokens: int, encoder_tokens: int = 0) -> int:
         """Bytes of one sequence of `tokens` tokens, with so many positions of the encoder."""
         return sum(layer.bytes_at(encoder_tokens if layer.cross else tokens) for layer in self.layers)
+
+    def on_ranks(self, tp: int, blocks: range | None = None) -> CacheLayout:
+        """What one of `tp` ranks keeps: its heads' keys and values, at least one head; states cut evenly. `blocks` are
+        the layers of its pipeline stage (None: all).
+        """
+        from dataclasses import replace
+
+        own = [layer for number, layer in enumerate(self.own) if blocks is None or number in blocks]
+        cross = [layer for layer in self.layers if layer.cross]
+        layers = tuple(
+            replace(
+                layer,
+                token_bytes=layer.token_bytes // layer.heads * max(layer.heads // tp, 1),
+                state_bytes=-(-layer.state_bytes // tp),
+                heads=max(layer.heads // tp, 1),
+            )
+            for layer in (*own, *cross)
+        )
+        return replace(self, layers=layers)
 
     def in_dtype(self, itemsize: float, own_itemsize: int) -> CacheLayout:
         """This layout with keys and values of another size an element; states keep theirs."""
@@ -169,7 +190,15 @@ def _layer(layer: Any, before: Sequence[int], tokens: int, sequences: int, cross
         if grown not in (0, each * sequences):
             raise InputError(f"{kind} grew by {grown} bytes a token where {each * sequences} were expected.")
         token_bytes += each
-    return CacheLayer(kind=kind, token_bytes=token_bytes, window=window, state_bytes=state_bytes, cross=cross)
+    keys = getattr(layer, "keys", None)
+    return CacheLayer(
+        kind=kind,
+        token_bytes=token_bytes,
+        window=window,
+        state_bytes=state_bytes,
+        cross=cross,
+        heads=keys.shape[1] if keys is not None and keys.dim() == 4 else 1,
+    )
 
 
 def _divided(size: int, parts: int, kind: str) -> int:
