@@ -14,6 +14,7 @@ from metapeak.reports.commands.diff import Diff
 from metapeak.reports.commands.estimate import Estimate
 from metapeak.reports.commands.footprints import Footprints
 from metapeak.reports.commands.replay import Replay
+from metapeak.reports.commands.serve import Serve
 from metapeak.reports.commands.validate import Validate
 from metapeak.tracer.errors import MetapeakError
 
@@ -21,6 +22,7 @@ COMMANDS = (
     Estimate(),
     Checkpointing(),
     Footprints(),
+    Serve(),
     Validate(),
     Diff(),
     Replay(),

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from metapeak.strategies.settings import SETTINGS, options_of, resolve
+from metapeak.strategies.settings import SETTINGS, Setting, options_of, resolve
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.simulation import Option
 
 
-def add_to_parser(parser: argparse.ArgumentParser) -> None:
+def add_to_parser(parser: argparse.ArgumentParser, settings: Sequence[Setting] = SETTINGS) -> None:
     """Add a flag for every setting, and --config."""
-    group = parser.add_argument_group("step, strategies and device")
-    for setting in SETTINGS:
+    group = parser.add_argument_group("step, strategies and device" if settings is SETTINGS else "engine and device")
+    for setting in settings:
         if setting.kind is bool:
             group.add_argument(setting.flag, action="store_true", default=None, help=setting.help)
             continue
@@ -26,19 +26,21 @@ def add_to_parser(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--config", default=None, metavar="FILE", help="a YAML or JSON file of the same names")
 
 
-def resolve_options(arguments: argparse.Namespace) -> dict[str, Option]:
+def resolve_options(arguments: argparse.Namespace, settings: Sequence[Setting] = SETTINGS) -> dict[str, Option]:
     """Every setting with its value and origin: the command line wins over --config, --config over the default.
 
     Raises InputError or UnknownName for a file or value that cannot be used.
     """
-    return resolve(*given_options(arguments))
+    return resolve(*given_options(arguments, settings), settings=settings)
 
 
-def given_options(arguments: argparse.Namespace) -> tuple[dict[str, Option], dict[str, Option]]:
+def given_options(
+    arguments: argparse.Namespace, settings: Sequence[Setting] = SETTINGS
+) -> tuple[dict[str, Option], dict[str, Option]]:
     """(options of the --config file, options of the command line): those that were given, nothing filled in."""
-    given = {setting: getattr(arguments, setting.name) for setting in SETTINGS}
+    given = {setting: getattr(arguments, setting.name) for setting in settings}
     return (
-        _from_file(arguments.config) if arguments.config else {},
+        _from_file(arguments.config, settings) if arguments.config else {},
         {
             setting.name: Option(value=setting.parse(value) if setting.parse else value, origin="command line")
             for setting, value in given.items()
@@ -47,11 +49,11 @@ def given_options(arguments: argparse.Namespace) -> tuple[dict[str, Option], dic
     )
 
 
-def _from_file(path: str) -> dict[str, Option]:
+def _from_file(path: str, settings: Sequence[Setting]) -> dict[str, Option]:
     values, lines = _read_mapping(path)
     options: dict[str, Option] = {}
     for key, value in values.items():
-        options |= options_of({key: value}, f"{path}:{lines[key]}" if key in lines else path)
+        options |= options_of({key: value}, f"{path}:{lines[key]}" if key in lines else path, settings=settings)
     return options
 
 

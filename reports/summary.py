@@ -52,6 +52,11 @@ def print_summary(simulation: Simulation, console: Console, *, chart: bool = Fal
     print_sentences("Not modelled", simulation.how.not_modelled, console)
 
 
+def verdict_style(verdict: Verdict) -> str:
+    """The style of a verdict's words."""
+    return _STYLES[verdict]
+
+
 def print_head(simulation: Simulation, rank: RankResult, console: Console) -> None:
     model, how = simulation.model, simulation.how
     trainable = f", {model.trainable_parameters:,} of them trained"

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -256,7 +256,7 @@ SETTINGS = (
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
-def resolve(*given: Mapping[str, Option]) -> dict[str, Option]:
+def resolve(*given: Mapping[str, Option], settings: Sequence[Setting] = SETTINGS) -> dict[str, Option]:
     """Every setting with its value and origin: later mappings win over earlier ones, all of them over the preset, and
     the preset over the defaults. Raises InputError or UnknownName for a value that cannot be used.
 
@@ -264,24 +264,28 @@ def resolve(*given: Mapping[str, Option]) -> dict[str, Option]:
     >>> options["seq_len"].value, options["seq_len"].origin
     (1024, 'preset trl: trl 1.16 trainer/sft_config.py:SFTConfig.max_length')
     """
-    options = {setting.name: Option(value=setting.default, origin="default") for setting in SETTINGS}
+    by_name = {setting.name: setting for setting in settings}
+    options = {name: Option(value=setting.default, origin="default") for name, setting in by_name.items()}
     for mapping in given:
         _override(options, mapping)
     for name, option in options.items():
-        _check(BY_NAME[name], option)
-    preset = options["preset"].value
+        _check(by_name[name], option)
+    preset = options["preset"].value if "preset" in options else None
+    if "engine" not in options:  # a command with options of its own, as serve
+        return filled_in(options, preset) if preset is not None else options
     options = with_engine(options)
     return with_parallel_precision(filled_in(options, preset) if preset is not None else options)
 
 
-def options_of(values: Mapping[str, Any], origin: str) -> dict[str, Option]:
+def options_of(values: Mapping[str, Any], origin: str, *, settings: Sequence[Setting] = SETTINGS) -> dict[str, Option]:
     """Options of plain values by name, checked and converted as those of a file. Raises InputError or UnknownName."""
     options = {}
+    by_name = {setting.name: setting for setting in settings}
     for key, value in values.items():
         for name, item in _flat(str(key).replace("-", "_"), value):
-            if name not in BY_NAME:
-                raise UnknownName("option", name if isinstance(value, Mapping) else str(key), BY_NAME, f"In {origin}.")
-            options[name] = Option(value=_typed(BY_NAME[name], item, origin), origin=origin)
+            if name not in by_name:
+                raise UnknownName("option", name if isinstance(value, Mapping) else str(key), by_name, f"In {origin}.")
+            options[name] = Option(value=_typed(by_name[name], item, origin), origin=origin)
     return options
 
 

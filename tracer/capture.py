@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -119,10 +120,17 @@ def record_training_step(
         model = _distributed(model, distribute)
     batches = [batch_to_phantom(batch) for _ in range(loop.grad_accum)]
     recorder = Recorder(model, decouple_saves=decouple_saves, outermost=TrainingLoop.run.__code__)
-    _load(recorder, model, batches if loop.grad_accum > 1 else batches[0])
+    load_step(recorder, model, batches if loop.grad_accum > 1 else batches[0])
+    with step_errors(recorder), recorder.recording():
+        loop.run(recorder, model, batches, make_optimizer, compute_loss, iterations, progress)
+    return recorder.finish(), dict(recorder.mode.assumptions)
+
+
+@contextlib.contextmanager
+def step_errors(recorder: Recorder) -> Iterator[None]:
+    """What goes wrong inside is raised as TraceError with op, module and reason; errors of ours stay what they are."""
     try:
-        with recorder.recording():
-            loop.run(recorder, model, batches, make_optimizer, compute_loss, iterations, progress)
+        yield
     except BaseException as raised:
         error = take_pending_error() or raised
         if isinstance(error, MetapeakError) or not isinstance(error, Exception):  # Ctrl-C stays what it is
@@ -131,7 +139,6 @@ def record_training_step(
         if recorder.mode.failed is not None and recorder.mode.failed[0] is error:
             _, op, op_index, module = recorder.mode.failed
         raise TraceError(f"{type(error).__name__}: {error}", op=op, module=module, op_index=op_index) from error
-    return recorder.finish(), dict(recorder.mode.assumptions)
 
 
 def _distributed(model: torch.nn.Module, distribute: Callable[[torch.nn.Module], torch.nn.Module]) -> torch.nn.Module:
@@ -146,7 +153,16 @@ def _distributed(model: torch.nn.Module, distribute: Callable[[torch.nn.Module],
         raise InputError(f"PyTorch cannot shard this model: {type(error).__name__}: {reason}") from error
 
 
-def _load(recorder: Recorder, model: torch.nn.Module, batch: Any) -> None:
+def forget_recording(model: torch.nn.Module) -> None:
+    """Take off a model on the phantom GPU what an earlier recorder wrote on its storages, so that it can run again."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        local = local_tensor(tensor)
+        local.untyped_storage().__dict__.pop("row", None)
+        local.produced = None
+
+
+def load_step(recorder: Recorder, model: torch.nn.Module, batch: Any) -> None:
+    """Register everything that exists before the step: parameters, buffers and the batch."""
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
         for key, parameter in module._parameters.items():

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import resources
 
 from metapeak.tracer.errors import InputError, UnknownName
@@ -57,7 +58,10 @@ _SPELLINGS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One accelerator. `usable_bytes` is what torch can use of it, `usable_from` says where that number is from."""
+    """One accelerator. `usable_bytes` is what torch can use of it, `usable_from` says where that number is from.
+
+    `bandwidth_bytes` a second of its memory, `dense_flops` a second by dtype (fp16, bf16, fp8), as data sheets have it.
+    """
 
     id: str
     name: str
@@ -70,6 +74,9 @@ class Gpu:
     usable_from: str
     supports_bf16: bool
     multiprocessors: int | None = None
+    supports_fp8: bool = False
+    bandwidth_bytes: int | None = None
+    dense_flops: Mapping[str, float] = field(default_factory=dict)
 
 
 @functools.cache
@@ -118,6 +125,7 @@ def gpu_of_memory(text: str) -> Gpu:
         usable_bytes=usable,
         usable_from="as given",
         supports_bf16=True,
+        supports_fp8=True,
     )
 
 
@@ -143,6 +151,13 @@ def _gpu(entry: dict) -> Gpu:
         usable_bytes=usable,
         usable_from=origin,
         supports_bf16=bool(entry["supports"]["bf16"]),
+        supports_fp8=bool(entry["supports"]["fp8"]),
+        bandwidth_bytes=round(entry["memory_bandwidth_gb_s"] * 10**9) if entry["memory_bandwidth_gb_s"] else None,
+        dense_flops={
+            name: entry["dense_tflops"][name] * 1e12
+            for name in ("fp16", "bf16", "fp8")
+            if entry["dense_tflops"].get(name)
+        },
     )
 
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from metapeak.tracer.errors import InputError
-from metapeak.tracer.graph import LOAD, StepGraph, Value
+from metapeak.tracer.graph import StepGraph, Value
 from metapeak.tracer.liveness import Category, Liveness, Phase
 
 _ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -193,9 +193,7 @@ def _units_of(graph: StepGraph, names: tuple[str, ...], parameters) -> dict[int,
             raise InputError(f"The model has no module {name!r}.")
     owners = {}
     for row, (paths, _) in parameters.items():
-        holders = {
-            max((name for name in names if path.startswith(name + ".")), key=len, default="") for path in paths
-        }
+        holders = {max((name for name in names if path.startswith(name + ".")), key=len, default="") for path in paths}
         if len(holders) > 1:
             raise InputError(
                 f"{' and '.join(paths)} are one parameter in different units; fully_shard wants them in the same one."
@@ -551,7 +549,9 @@ class _Timeline:
         end = plain.num_ops + len(at) + 1
         rows = [[b, end if d is None else d, *rest] for b, d, *rest in self._rows]
         columns = np.array(rows, dtype=np.int64).reshape(-1, 5)
-        result = replace(self._with_operations(at), birth=birth.astype(np.int32), death=death.astype(np.int32), nbytes=nbytes)
+        result = replace(
+            self._with_operations(at), birth=birth.astype(np.int32), death=death.astype(np.int32), nbytes=nbytes
+        )
         return _with_rows(result, columns)
 
     def _resized_rows(self):

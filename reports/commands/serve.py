@@ -1,0 +1,53 @@
+"""`metapeak serve`."""
+
+from __future__ import annotations
+
+import argparse
+
+from metapeak.reports.commands.base import (
+    BORDERLINE,
+    DOES_NOT_FIT,
+    DONE,
+    add_json,
+    check_targets,
+    put_result,
+    quiet_transformers,
+)
+
+
+class Serve:
+    """`metapeak serve MODEL --gpu NAME`: weights, cache of keys and values, engine overheads, concurrent sequences."""
+
+    name = "serve"
+    help = "weights, KV cache and engine overheads of serving; how many sequences fit"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        from metapeak.reports.options import add_to_parser
+        from metapeak.strategies.serving.settings import SERVING_SETTINGS
+
+        parser.add_argument("model", metavar="MODEL", help="Hugging Face id, folder, config.json or file.py:function")
+        add_to_parser(parser, SERVING_SETTINGS)
+        output = parser.add_argument_group("output")
+        add_json(output)
+        output.add_argument(
+            "--require-fit", action="store_true", help="exit with 3 if it does not fit, 4 if it is borderline"
+        )
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from metapeak.reports.options import resolve_options
+        from metapeak.reports.progress import Progress
+        from metapeak.reports.serving import print_serving, serving_record
+        from metapeak.strategies.serving.settings import SERVING_SETTINGS, serve_resolved
+        from metapeak.tracer.simulation import Verdict
+
+        quiet_transformers()
+        options = resolve_options(arguments, SERVING_SETTINGS)
+        targets = check_targets(arguments)
+        with Progress() as progress:
+            serving = serve_resolved(arguments.model, options, progress=progress)
+        put_result(
+            arguments, targets, lambda: serving_record(serving, options), lambda out: print_serving(serving, out)
+        )
+        if arguments.require_fit and serving.fit.verdict is not Verdict.FITS:
+            return BORDERLINE if serving.fit.verdict is Verdict.BORDERLINE else DOES_NOT_FIT
+        return DONE

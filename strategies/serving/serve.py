@@ -1,0 +1,516 @@
+"""`serve`: from a model and an engine's settings to weights, cache, budget and how many sequences fit.
+
+What it changes: nothing; the model is built, quantised by the same strategies as in training, run on the phantom GPU.
+Where each byte comes from: weights.py (storages), tracer/kv_cache.py (the real cache), activations.py (traced prefill),
+and the engine's own file for the budget.
+Not modelled: what each of those files says.
+Sources: see those files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from metapeak.strategies.attention import attention_of
+from metapeak.strategies.quantization.from_config import checkpoint_quantization
+from metapeak.strategies.quantization.schemes import SCHEMES
+from metapeak.strategies.quantization.strategy import Quantization
+from metapeak.strategies.serving.engines import (
+    Budget,
+    Engine,
+    EngineSettings,
+    Request,
+    find_engine,
+    parse_version,
+    total_of,
+)
+from metapeak.strategies.serving.formats import BF16_CAPABILITY, KV_DTYPES, check_fp8, check_quantization
+from metapeak.tracer.device.overheads import Overhead
+from metapeak.tracer.errors import InputError, UnknownName
+from metapeak.tracer.gpus import Gpu
+from metapeak.tracer.kv_cache import PROBE_TOKENS, CacheLayout
+from metapeak.tracer.simulation import Fit, How, ModelSummary, Verdict
+from metapeak.tracer.spec import ModelSpec
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingSpec:
+    """How a model is served; None is the engine's default. Lengths in tokens.
+
+    `max_model_len` None is the model's own maximum, `context` the length that sequences are counted at (None:
+    max_model_len), `concurrency` how many of them are asked for, `encoder_tokens` of an encoder-decoder's input.
+    `budget_bytes` replaces the engine's limit, `activation_bytes` and `charges` are traced and assumed unless given.
+    """
+
+    engine: str = "transformers"
+    engine_version: str | None = None
+    tp: int = 1
+    pp: int = 1
+    quantization: str | None = None
+    double_quant: bool = False
+    group_size: int = 128
+    kv_dtype: str | None = None
+    max_model_len: int | None = None
+    context: int | None = None
+    concurrency: int = 1
+    encoder_tokens: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    memory_fraction: float | None = None
+    cuda_graphs: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingRank:
+    """The rank with the least room: its place, weights, cache layout and what is left for the cache, all in bytes.
+
+    `kv_cache_range` is what the ranges of the charges leave: (least, most).
+    """
+
+    rank: int
+    stage: int
+    weights_bytes: int
+    layout: CacheLayout
+    charges: tuple[Overhead, ...]
+    kv_cache_bytes: int
+    kv_cache_range: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Serving:
+    """What `serve` returns. Bytes are those of the rank that has the least room."""
+
+    model: ModelSummary
+    spec: ServingSpec
+    settings: EngineSettings
+    budget: Budget
+    gpu: Gpu
+    ranks: tuple[ServingRank, ...]
+    weights_dtype: str
+    max_model_len: int
+    context: int
+    encoder_tokens: int
+    prefill_activation_bytes: int
+    sequence_bytes: int
+    kv_tokens: int
+    max_concurrent_sequences: int
+    concurrency_at_context: float
+    longest_context: int
+    fit: Fit
+    how: How
+
+    @property
+    def worst(self) -> ServingRank:
+        return min(self.ranks, key=lambda rank: rank.kv_cache_bytes / max(rank.layout.bytes_per_token, 1))
+
+
+def serve(
+    model: str | ModelSpec,
+    spec: ServingSpec | None = None,
+    *,
+    gpu: Gpu,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Serving:
+    """Memory of serving `model` on `gpu`: weights, cache, prefill, and how many sequences fit.
+
+    Raises InputError or UnknownName where the model, engine or GPU cannot do what is asked, TraceError where the
+    model's generation cannot be traced.
+    """
+    model = ModelSpec(reference=model) if isinstance(model, str) else model
+    spec = spec or ServingSpec()
+    engine = find_engine(spec.engine)
+    check_spec(spec, engine, gpu)  # before the imports that take seconds
+
+    started = time.perf_counter()
+    progress("importing torch and transformers")
+    import torch
+    import transformers
+
+    from metapeak.tracer.inference import check_generates
+    from metapeak.tracer.kernels import device_of
+    from metapeak.tracer.models import resolve_model
+
+    seconds = {"import": time.perf_counter() - started}
+    started = time.perf_counter()
+    progress(f"building {model.reference}")
+    resolved = resolve_model(model)
+    built, notes = _build(resolved, model, engine, gpu, spec)
+    module = built.module
+    check_generates(module, resolved.id)
+    longest = _longest(module)
+    max_model_len = _max_model_len(spec.max_model_len, longest, resolved.id)
+    request = Request(
+        max_model_len=max_model_len,
+        tp=spec.tp,
+        pp=spec.pp,
+        max_num_seqs=spec.max_num_seqs,
+        max_num_batched_tokens=spec.max_num_batched_tokens,
+        block_size=spec.block_size,
+        memory_fraction=spec.memory_fraction,
+        version=parse_version(spec.engine_version),
+        cuda_graphs=spec.cuda_graphs,
+        kv_dtype=spec.kv_dtype,
+    )
+    settings = engine.settings(request, gpu)
+    summary = _summary(resolved, module)
+    module, quantization, said = _quantise(module, resolved, spec, engine, gpu)
+    notes += said
+    seconds["build"] = time.perf_counter() - started
+
+    started = time.perf_counter()
+    progress("prefill and two tokens")
+    make_batch = _batches(module, resolved)
+    layout, weights, encoder = _measured(module, make_batch, quantization, spec)
+    context = spec.context or max_model_len
+    if context > max_model_len:
+        raise InputError(f"context {context} is past max_model_len {max_model_len}. Give at most that.")
+    progress("prefill of the engine's batch")
+    device = device_of(gpu)
+    activation, traced = _activation(module, make_batch, layout, engine, request, settings, device)
+    layout = _stored(layout, spec, engine, gpu, built.dtype)
+    seconds["trace"] = time.perf_counter() - started
+
+    budget = engine.budget(request, settings, gpu)
+    ranks = _ranks(module, weights, layout, engine, spec, settings, budget, activation, notes)
+    worst = min(ranks, key=lambda rank: rank.kv_cache_bytes / max(rank.layout.bytes_per_token, 1))
+    sequence = engine.sequence_bytes(worst.layout, context, encoder, settings)
+    fit = _fit(gpu, worst, sequence, spec.concurrency)
+    assumptions = [*resolved.notes, *built.notes, *notes, *traced, *engine.assumptions(request, settings)]
+    assumptions += _layout_notes(layout)
+    return Serving(
+        model=summary,
+        spec=spec,
+        settings=settings,
+        budget=budget,
+        gpu=gpu,
+        ranks=ranks,
+        weights_dtype=built.dtype,
+        max_model_len=max_model_len,
+        context=context,
+        encoder_tokens=encoder,
+        prefill_activation_bytes=activation,
+        sequence_bytes=sequence,
+        kv_tokens=_tokens(engine, worst, settings, context, encoder),
+        max_concurrent_sequences=max(0, worst.kv_cache_bytes // sequence) if sequence else 0,
+        concurrency_at_context=max(0.0, worst.kv_cache_bytes / sequence) if sequence else 0.0,
+        longest_context=_longest_context(engine, worst, settings, max_model_len, encoder),
+        fit=fit,
+        how=How(
+            torch=torch.__version__,
+            transformers=transformers.__version__,
+            seconds=seconds,
+            assumptions=tuple(dict.fromkeys(assumptions)),
+            not_modelled=(),
+        ),
+    )
+
+
+# -- what cannot be asked ----------------------------------------------------------------------------------------------
+
+
+def check_spec(spec: ServingSpec, engine: Engine, gpu: Gpu) -> None:
+    """Raise InputError or UnknownName for what this engine or GPU cannot do, before anything is imported."""
+    counts = (
+        "tp",
+        "pp",
+        "max_model_len",
+        "context",
+        "concurrency",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "block_size",
+    )
+    for name in (*counts, "encoder_tokens"):
+        value = getattr(spec, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 24):
+            raise InputError(f"{name} is {value!r}, but has to be a whole number from 1 to {1 << 24}.")
+    if spec.memory_fraction is not None and not 0 < spec.memory_fraction <= 1:
+        raise InputError(f"memory fraction is {spec.memory_fraction}, but has to be above 0 and at most 1.")
+    parse_version(spec.engine_version)
+    check_quantization(spec.quantization, engine.quantizations, engine.name, gpu)
+    if spec.kv_dtype is not None and spec.kv_dtype not in KV_DTYPES:
+        raise UnknownName("dtype of keys and values", spec.kv_dtype, KV_DTYPES)
+    if spec.kv_dtype is not None and spec.kv_dtype not in engine.kv_dtypes:
+        raise InputError(
+            f"{engine.name} keeps no keys and values in {spec.kv_dtype}; it has {', '.join(engine.kv_dtypes)}."
+        )
+    if spec.kv_dtype == "fp8":
+        check_fp8(gpu, "keys and values in fp8 are read by fp8 kernels")
+    if not engine.parallel and spec.tp * spec.pp > 1:
+        raise InputError(
+            f"{engine.name}: tp {spec.tp} and pp {spec.pp} are not modelled; it splits by layers and rows."
+        )
+
+
+def _max_model_len(asked: int | None, longest: tuple[int | None, str], name: str) -> int:
+    most, where = longest
+    if asked is None:
+        if most is None:
+            raise InputError(f"{name} names no longest sequence. Give --max-model-len.")
+        return most
+    if most is not None and asked > most:
+        raise InputError(
+            f"Asked for max_model_len {asked}, but {name} has {most} positions ({where}). Give at most {most}, or a "
+            "config with longer ones (rope scaling)."
+        )
+    return asked
+
+
+def _longest(module: Any) -> tuple[int | None, str]:
+    from metapeak.tracer.sequences import most_positions, trained_length
+
+    most = most_positions(module)
+    if most is not None:
+        return most, "its table of positions"
+    return trained_length(module.config), "max_position_embeddings of the config"
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def _build(resolved: Any, model: ModelSpec, engine: Engine, gpu: Gpu, spec: ServingSpec) -> tuple[Any, list[str]]:
+    """(the model on meta in the dtype that the engine serves, what was decided)."""
+    from metapeak.strategies.compose import compute_capability_of
+    from metapeak.tracer.flash_attention import flash_attention_2_available
+    from metapeak.tracer.models import build
+
+    notes: list[str] = []
+    dtype = model.dtype
+    with flash_attention_2_available():
+        built = build(resolved, dtype=dtype)
+        bf16 = gpu.supports_bf16 and compute_capability_of(gpu) >= BF16_CAPABILITY
+        if dtype is None and built.dtype == "float32" and engine.casts_float32:
+            dtype = "bfloat16" if bf16 else "float16"
+            notes.append(
+                f"the checkpoint is float32; {engine.name} serves it in {_SHORT[dtype]} (--weights-dtype fp32)"
+            )
+            built = build(resolved, dtype=dtype)
+        if built.dtype == "bfloat16" and not bf16 and engine.needs_bf16_card:
+            raise InputError(
+                f"{engine.name} serves bfloat16 on compute capability >= 8.0 only; {gpu.id} has none. "
+                "Give --weights-dtype fp16."
+            )
+        fast = engine.flash and built.dtype in ("float16", "bfloat16")
+        if fast and getattr(built.module, "_supports_flash_attn", False):
+            implementation, _ = attention_of("flash2", compute_capability_of(gpu))
+            built = build(resolved, dtype=dtype or built.dtype, attention=implementation)
+    return built, notes
+
+
+def _quantise(
+    module: Any, resolved: Any, spec: ServingSpec, engine: Engine, gpu: Gpu
+) -> tuple[Any, str | None, list[str]]:
+    """(module with its packed layers, the format of its weights, notes): what was asked, else the checkpoint's own."""
+    own = checkpoint_quantization(resolved.config_dict)
+    method = ((resolved.config_dict or {}).get("quantization_config") or {}).get("quant_method")
+    if spec.quantization in SCHEMES:
+        strategy = Quantization(scheme=spec.quantization, double_quant=spec.double_quant, group_size=spec.group_size)
+        strategy.check(resolved, None)
+        return strategy.prepare(module), spec.quantization, list(strategy.notes(module))
+    if spec.quantization is not None:
+        return module, spec.quantization, [f"matrices outside the head are stored as {spec.quantization}"]
+    if own is not None:
+        check_quantization(own.scheme, engine.quantizations, engine.name, gpu)
+        return own.prepare(module), own.scheme, list(own.notes(module))
+    if method in ("fp8", "fbgemm_fp8", "compressed-tensors"):
+        return module, *_checkpoint_fp8(module, resolved, engine, gpu, method)
+    if method is not None:
+        return (
+            module,
+            None,
+            [f"the checkpoint is quantised ({method}); its weights are counted as plain {module.dtype}: too many"],
+        )
+    return module, None, []
+
+
+def _checkpoint_fp8(module, resolved, engine, gpu, method) -> tuple[str | None, list[str]]:
+    config = resolved.config_dict["quantization_config"]
+    text = str(config)
+    if method == "compressed-tensors" and "float" not in text:
+        return None, [
+            f"the checkpoint is quantised ({method}, no float8): its weights are counted as plain: too many bytes"
+        ]
+    check_quantization("fp8", engine.quantizations, engine.name, gpu)
+    skipped = config.get("modules_to_not_convert") or config.get("ignore") or config.get("ignored_layers") or []
+    module.metapeak_not_packed = tuple(skipped)
+    return "fp8", [
+        f"the checkpoint's float8 weights: a byte each and a scale a row, outside {len(skipped)} named modules"
+    ]
+
+
+def _summary(resolved: Any, module: Any) -> ModelSummary:
+    parameters = {id(tensor): tensor for tensor in module.parameters()}.values()
+    return ModelSummary(
+        id=resolved.id,
+        source=resolved.source,
+        architecture=type(module).__name__,
+        parameters=sum(tensor.numel() for tensor in parameters),
+        trainable_parameters=0,
+        parameter_bytes=sum(tensor.numel() * tensor.element_size() for tensor in parameters),
+    )
+
+
+def _batches(module: Any, resolved: Any) -> Callable[[int, int], Mapping[str, Any]]:
+    """A function of (sequences, tokens) that makes the forward's inputs for generation."""
+    from metapeak.tracer.inference import generation_batch
+
+    return lambda sequences, tokens: generation_batch(module, resolved.task, sequences, tokens)
+
+
+# -- measured ----------------------------------------------------------------------------------------------------------
+
+
+def _measured(module: Any, make_batch: Callable, quantization: str | None, spec: ServingSpec):
+    """(layout of the cache, storages of weights, positions of the encoder)."""
+    from metapeak.strategies.serving.weights import weights_of
+    from metapeak.tracer.capture import move_to_phantom
+    from metapeak.tracer.flash_attention import flash_attention_2_available
+    from metapeak.tracer.kv_cache import measure_cache
+
+    weights = weights_of(module, quantization, module.config.get_text_config(decoder=True).num_hidden_layers)
+    move_to_phantom(module)
+    with flash_attention_2_available():
+        layout = measure_cache(module, make_batch(1, PROBE_TOKENS))
+    return layout, weights, spec.encoder_tokens or 0
+
+
+def _activation(module, make_batch, layout, engine: Engine, request: Request, settings: EngineSettings, device):
+    from metapeak.strategies.serving.activations import prefill_activation_bytes, sampler_bytes
+    from metapeak.tracer.attention import AttentionChoice, attention_choice
+    from metapeak.tracer.flash_attention import flash_attention_2_available
+    from metapeak.tracer.sequences import vocabulary_size
+
+    choice = AttentionChoice(compute_capability=device.compute_capability, forced=None)
+    with attention_choice(choice), flash_attention_2_available():
+        activation, notes = prefill_activation_bytes(
+            module, make_batch, layout, settings, request.max_model_len, device, settings.logits_rows
+        )
+        if engine.samples and settings.logits_rows > 1:
+            rows, vocabulary = settings.logits_rows, vocabulary_size(module)
+            sorts = engine.sorts_logits(request)
+            sampled = sampler_bytes(rows, vocabulary, module.dtype, device, sorts=sorts)
+            if sampled > activation:
+                activation = sampled
+                notes = (*notes, f"the sampler over {rows} sequences needs more than the prefill, {sampled:,} bytes")
+    return activation, notes
+
+
+def _stored(layout: CacheLayout, spec: ServingSpec, engine: Engine, gpu: Gpu, dtype: str) -> CacheLayout:
+    """The layout with keys and values in the dtype that was asked for."""
+    if spec.kv_dtype is None:
+        return layout
+    return layout.in_dtype(KV_DTYPES[spec.kv_dtype], _ITEMSIZE[layout.dtype])
+
+
+def _layout_notes(layout: CacheLayout) -> list[str]:
+    kinds = sorted({layer.kind for layer in layout.layers})
+    notes = [f"cache as transformers keeps it: {layout.kind} of {len(layout.layers)} layers ({', '.join(kinds)})"]
+    if layout.state_bytes:
+        notes.append("states of convolutions and recurrences have the dtype that transformers gives them")
+    return notes
+
+
+# -- the budget --------------------------------------------------------------------------------------------------------
+
+
+def _ranks(module, weights, layout, engine, spec, settings, budget, activation, notes) -> tuple[ServingRank, ...]:
+    from metapeak.strategies.serving.weights import padded_vocabulary_bytes, plan_of, rank_bytes, stages_of
+
+    num_blocks = module.config.get_text_config(decoder=True).num_hidden_layers
+    heads = max((layer.heads for layer in layout.layers), default=1)
+    _check_degrees(spec, module.config.get_text_config(decoder=True), heads, num_blocks)
+    plan, said = plan_of(module, weights) if spec.tp > 1 else ({}, None)
+    if said:
+        notes.append(said)
+    padding = -(-padded_vocabulary_bytes(module) // spec.tp) if engine.pads_vocabulary else 0
+    stages = stages_of(num_blocks, spec.pp)
+    low, expected, high = total_of(budget.charges)
+    found = []
+    for stage, blocks in enumerate(stages):
+        nbytes = rank_bytes(weights, plan, tp=spec.tp, stage=stage, stages=stages, kv_heads=heads)
+        nbytes += padding if stage in (0, len(stages) - 1) else 0
+        left = [
+            _left(budget, nbytes, activation if budget.charges_activations else 0, charged, settings, layout)
+            for charged in (high, expected, low)
+        ]
+        found.append(
+            ServingRank(
+                rank=stage * spec.tp,
+                stage=stage,
+                weights_bytes=nbytes,
+                layout=layout.on_ranks(spec.tp, None if spec.pp == 1 else blocks),
+                charges=budget.charges,
+                kv_cache_bytes=left[1],
+                kv_cache_range=(left[0], left[2]),
+            )
+        )
+    return tuple(found)
+
+
+def _left(
+    budget: Budget, weights: int, activation: int, charged: int, settings: EngineSettings, layout: CacheLayout
+) -> int:
+    rest = budget.limit_bytes - weights - activation - charged
+    if budget.share == 1.0:
+        return rest
+    own = layout.bytes_per_token * settings.batched_tokens  # the warm-up prefill's own blocks
+    return int((rest - own) * budget.share) + own
+
+
+def _check_degrees(spec: ServingSpec, config: Any, heads: int, num_blocks: int) -> None:
+    queries = getattr(config, "num_attention_heads", None)
+    if queries and queries % spec.tp:
+        raise InputError(
+            f"tp {spec.tp}: {queries} attention heads do not divide over {spec.tp} ranks (heads % tp == 0)."
+        )
+    if heads > 1 and heads % spec.tp and spec.tp % heads:
+        raise InputError(
+            f"tp {spec.tp}: {heads} heads of keys and values neither divide over the ranks nor repeat evenly "
+            "(heads % tp == 0 or tp % heads == 0)."
+        )
+    if spec.pp > num_blocks:
+        raise InputError(f"pp {spec.pp}: the model has {num_blocks} blocks only (pp <= blocks).")
+
+
+def _tokens(engine: Engine, rank: ServingRank, settings: EngineSettings, context: int, encoder: int) -> int:
+    """Tokens that the cache holds: whole blocks where every layer keeps every token, else sequences x context."""
+    layout = rank.layout
+    if rank.kv_cache_bytes <= 0:
+        return 0
+    if layout.bytes_per_token and not layout.windows and not layout.state_bytes and not layout.cross_bytes_per_token:
+        return rank.kv_cache_bytes // (layout.bytes_per_token * settings.block_size) * settings.block_size
+    sequence = engine.sequence_bytes(layout, context, encoder, settings)
+    return int(rank.kv_cache_bytes / sequence * context) if sequence else 0
+
+
+def _longest_context(engine: Engine, rank: ServingRank, settings: EngineSettings, most: int, encoder: int) -> int:
+    """The longest single sequence that the cache holds, at most `most`; 0 where none fits."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if engine.sequence_bytes(rank.layout, middle, encoder, settings) <= rank.kv_cache_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _fit(gpu: Gpu, rank: ServingRank, sequence: int, concurrency: int) -> Fit:
+    """Fits: the asked sequences have room even at the ranges' worst end; borderline: only at the best."""
+    need = sequence * concurrency
+    least, most = rank.kv_cache_range
+    verdict = Verdict.FITS if least >= need else Verdict.BORDERLINE if most >= need else Verdict.DOES_NOT_FIT
+    used = tuple(gpu.usable_bytes - left + need for left in (most, least))
+    return Fit(gpu=gpu, verdict=verdict, headroom_bytes=rank.kv_cache_bytes - need, device_range=used)
+
+
+def replaced(spec: ServingSpec, **changes: Any) -> ServingSpec:
+    """The spec with other values."""
+    return replace(spec, **changes)
