@@ -12,6 +12,7 @@ from metapeak.reports.commands.catalogues import Gpus, Models
 from metapeak.reports.commands.checkpointing import Checkpointing
 from metapeak.reports.commands.diff import Diff
 from metapeak.reports.commands.estimate import Estimate
+from metapeak.reports.commands.explain_oom import ExplainOom
 from metapeak.reports.commands.footprints import Footprints
 from metapeak.reports.commands.replay import Replay
 from metapeak.reports.commands.validate import Validate
@@ -21,6 +22,7 @@ COMMANDS = (
     Estimate(),
     Checkpointing(),
     Footprints(),
+    ExplainOom(),
     Validate(),
     Diff(),
     Replay(),

@@ -49,6 +49,16 @@ def add_json(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     group.add_argument("--force", action="store_true", help="replace files that exist")
 
 
+def add_suggestions(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add --suggestions and --no-suggestions; None is the command's own default."""
+    group.add_argument(
+        "--suggestions",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="simulate what would make it fit, if it does not",
+    )
+
+
 def check_targets(arguments: argparse.Namespace, *more: str) -> dict[str, Path]:
     """Where --json (unless it is -) and the flags of `more` write. Raises InputError before any work is done."""
     asked = {f"--{name}": getattr(arguments, name) for name in ("json", *more)}
