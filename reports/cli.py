@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from metapeak.reports.commands.base import BAD_INPUT, DONE, INTERRUPTED
+from metapeak.reports.commands.cache import Cache
 from metapeak.reports.commands.catalogues import Gpus, Models
 from metapeak.reports.commands.checkpointing import Checkpointing
 from metapeak.reports.commands.diff import Diff
@@ -28,6 +29,7 @@ COMMANDS = (
     Replay(),
     Models(),
     Gpus(),
+    Cache(),
 )
 
 

@@ -8,12 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from metapeak.reports.data import SCHEMA_VERSION, model_record, options_record
-from metapeak.reports.make_it_fit import print_suggestions, suggestions_record
+from metapeak.reports.data import SCHEMA_VERSION, model_record, options_record, suggestions_of
+from metapeak.reports.make_it_fit import print_suggestions
 from metapeak.reports.sizes import gib, size
 from metapeak.reports.summary import print_head, print_sentences
 from metapeak.strategies.explain_oom import Explanation
-from metapeak.strategies.make_it_fit import MakeItFit
 from metapeak.tracer.device.oom_candidates import Candidate
 from metapeak.tracer.device.oom_message import OomMessage, SizeRange
 
@@ -22,7 +21,7 @@ CANDIDATES_RECORDED = 20
 _NUMBERS = ("requested", "total", "free", "allocated", "reserved", "process", "allowed")
 
 
-def explanation_record(explanation: Explanation, fit: MakeItFit | None) -> dict[str, Any]:
+def explanation_record(explanation: Explanation) -> dict[str, Any]:
     """The explanation as plain values; bytes are integers."""
     message, rank = explanation.message, explanation.rank
     return {
@@ -49,7 +48,7 @@ def explanation_record(explanation: Explanation, fit: MakeItFit | None) -> dict[
             "module": rank.peak_at.module,
         },
         "missing_bytes": explanation.missing_bytes,
-        "suggestions": suggestions_record(fit),
+        "suggestions": suggestions_of(explanation.simulation),
     }
 
 
@@ -96,7 +95,7 @@ def _predicted(explanation: Explanation) -> dict[str, Any] | None:
     }
 
 
-def print_explanation(explanation: Explanation, fit: MakeItFit | None, console: Console) -> None:
+def print_explanation(explanation: Explanation, console: Console) -> None:
     """Print the explanation."""
     print_head(explanation.simulation, explanation.rank, console)
     console.print(Text.assemble(("The message: ", "bold"), describe_message(explanation.message)))
@@ -110,7 +109,7 @@ def print_explanation(explanation: Explanation, fit: MakeItFit | None, console: 
             Text("No tensor of the simulated step has that size, at this or another length: check the options.")
         )
     _how_far(explanation, console)
-    print_suggestions(fit, console)
+    print_suggestions(explanation.simulation.suggestions, console)
     print_sentences("Assumed", explanation.simulation.how.assumptions, console)
 
 

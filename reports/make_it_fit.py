@@ -1,60 +1,35 @@
-"""Suggestions as text and as plain values."""
+"""What would make a step fit, as text."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from metapeak.reports.sizes import gib
-from metapeak.strategies.make_it_fit import MakeItFit, Suggestion
 
 
-def suggestions_record(fit: MakeItFit | None) -> list[dict[str, Any]] | None:
-    """The suggestions, cheapest first; None where none were asked for or the step fits."""
-    if fit is None:
-        return None
-    return [_record(suggestion) for suggestion in fit.suggestions]
-
-
-def _record(suggestion: Suggestion) -> dict[str, Any]:
-    found = suggestion.simulation
-    options: dict[str, Any] = {}
-    for change in suggestion.changes:
-        options |= change.options
-    return {
-        "changes": [change.name for change in suggestion.changes],
-        "options": options,
-        "device_bytes": suggestion.device_bytes,
-        "headroom_bytes": found.fit.headroom_bytes,
-        "verdict": found.fit.verdict.value,
-        "extra_flops_percent": suggestion.extra_flops_percent,
-        "costs": list(suggestion.costs),
-    }
-
-
-def print_suggestions(fit: MakeItFit | None, console: Console) -> None:
-    """Print what would fit, or what comes closest."""
-    if fit is None:
+def print_suggestions(suggestions: Mapping[str, Any] | None, console: Console) -> None:
+    """Print the suggestions (see strategies/make_it_fit.py, suggestions_record), or what comes closest."""
+    if suggestions is None:
         return
     console.print()
-    if fit.suggestions:
-        shown = "; ".join(
-            f"{one.name}, {gib(one.device_bytes)} GiB ({', '.join(one.costs)})" for one in fit.suggestions
-        )
-        console.print(Text.assemble(("It would fit with: ", "bold"), shown))
-    else:
-        console.print(Text.assemble(("It would fit with: ", "bold"), _nothing(fit)))
-    if fit.left:
-        console.print(Text(f"  ({fit.left} more combinations were not tried for want of time)", style="dim"))
+    shown = [
+        f"{' + '.join(one['changes'])}, {gib(one['device_bytes'])} GiB ({', '.join(one['costs'])})"
+        for one in suggestions["found"]
+    ]
+    console.print(Text.assemble(("It would fit with: ", "bold"), "; ".join(shown) or _nothing(suggestions)))
+    if suggestions["left"]:
+        console.print(Text(f"  ({suggestions['left']} more combinations were not tried for want of time)", style="dim"))
 
 
-def _nothing(fit: MakeItFit) -> str:
-    text = "no single change or pair of those known here"
-    if fit.closest is not None:
-        missing = gib(-fit.closest.simulation.fit.headroom_bytes)
-        text += f"; closest: {fit.closest.name}, {gib(fit.closest.device_bytes)} GiB, {missing} too much"
-    elif fit.ruled_out:
+def _nothing(suggestions: Mapping[str, Any]) -> str:
+    text, closest = "no single change or pair of those known here", suggestions["closest"]
+    if closest is not None:
+        name, needs = " + ".join(closest["changes"]), gib(closest["device_bytes"])
+        return f"{text}; closest: {name}, {needs} GiB, {gib(-closest['headroom_bytes'])} too much"
+    if suggestions["ruled_out"]:
         text += ": parameters, gradients and optimizer states alone are too large under each"
     return text

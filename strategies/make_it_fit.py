@@ -98,6 +98,33 @@ class MakeItFit:
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
+def suggestions_record(fit: MakeItFit) -> dict[str, Any]:
+    """The answer as plain values; bytes are integers."""
+    return {
+        "found": [_record(suggestion) for suggestion in fit.suggestions],
+        "closest": None if fit.closest is None else _record(fit.closest),
+        "tried": fit.tried,
+        "ruled_out": fit.ruled_out,
+        "left": fit.left,
+    }
+
+
+def _record(suggestion: Suggestion) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for change in suggestion.changes:
+        options |= change.options
+    fit = suggestion.simulation.fit
+    return {
+        "changes": [change.name for change in suggestion.changes],
+        "options": options,
+        "device_bytes": suggestion.device_bytes,
+        "headroom_bytes": fit.headroom_bytes,
+        "verdict": fit.verdict.value,
+        "extra_flops_percent": suggestion.extra_flops_percent,
+        "costs": list(suggestion.costs),
+    }
+
+
 def changes_of(simulation: Simulation, options: Mapping[str, Option]) -> list[Change]:
     """The changes that make sense for this step, cheapest kind first."""
     values = {name: option.value for name, option in {**options, **simulation.options}.items()}

@@ -59,6 +59,24 @@ def add_suggestions(group: argparse.ArgumentParser | argparse._ArgumentGroup) ->
     )
 
 
+def add_cache(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add --no-cache."""
+    group.add_argument("--no-cache", action="store_true", help="answer anew, and keep nothing (see metapeak cache)")
+
+
+def open_cache(arguments: argparse.Namespace):
+    """The cache on disk, or None where --no-cache or METAPEAK_CACHE=off says so."""
+    from metapeak.tracer.disk_cache import DiskCache, cache_folder
+
+    folder = None if arguments.no_cache else cache_folder()
+    return DiskCache(folder) if folder is not None else None
+
+
+def warn(problem: str) -> None:
+    """A remark on stderr that changes nothing about the answer."""
+    print(f"metapeak: {problem}", file=sys.stderr)
+
+
 def check_targets(arguments: argparse.Namespace, *more: str) -> dict[str, Path]:
     """Where --json (unless it is -) and the flags of `more` write. Raises InputError before any work is done."""
     asked = {f"--{name}": getattr(arguments, name) for name in ("json", *more)}

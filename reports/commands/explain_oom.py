@@ -35,11 +35,11 @@ class ExplainOom:
         from metapeak.reports.explain_oom import explanation_record, print_explanation
         from metapeak.reports.options import resolve_options
         from metapeak.reports.progress import Progress
+        from metapeak.strategies.cached import with_suggestions
         from metapeak.strategies.explain_oom import explain_oom
-        from metapeak.strategies.make_it_fit import make_it_fit
         from metapeak.strategies.request import gpu_of, simulate_resolved
         from metapeak.tracer.device.oom_message import read_oom_message
-        from metapeak.tracer.simulation import Option, Verdict
+        from metapeak.tracer.simulation import Option
 
         quiet_transformers()
         message = read_oom_message(_text_of(arguments.message))
@@ -49,17 +49,15 @@ class ExplainOom:
         targets = check_targets(arguments)
         with Progress() as progress:
             simulation = simulate_resolved(arguments.model, options, progress=progress)
+            if arguments.suggestions is not False:
+                simulation = with_suggestions(arguments.model, simulation, options, progress)
             progress("looking for tensors of that size")
             explanation = explain_oom(message, simulation)
-            fit = None
-            wanted = arguments.suggestions is not False
-            if wanted and simulation.fit is not None and simulation.fit.verdict is not Verdict.FITS:
-                fit = make_it_fit(arguments.model, simulation, options, progress=progress)
         put_result(
             arguments,
             targets,
-            lambda: explanation_record(explanation, fit),
-            lambda out: print_explanation(explanation, fit, out),
+            lambda: explanation_record(explanation),
+            lambda out: print_explanation(explanation, out),
         )
         return DONE
 
