@@ -1,8 +1,8 @@
 """Answers that were given before: `simulate_resolved` through the cache on disk, without importing torch on a hit.
 
 The key of an answer is a hash of everything that it depends on: the config's contents and where it is from, every
-option with its origin, the versions of the packages that are traced, this program's own code and data. What runs code of the
-user's own (a model function, an optimizer class by path, remote code) is never kept.
+option with its origin, the versions of the packages that are traced, this program's own code and data. What runs
+code of the user's own (a model function, an optimizer class by path, remote code) is never kept.
 """
 
 from __future__ import annotations
