@@ -8,10 +8,12 @@ import sys
 from collections.abc import Sequence
 
 from metapeak.reports.commands.base import BAD_INPUT, DONE, INTERRUPTED
+from metapeak.reports.commands.cache import Cache
 from metapeak.reports.commands.catalogues import Gpus, Models
 from metapeak.reports.commands.checkpointing import Checkpointing
 from metapeak.reports.commands.diff import Diff
 from metapeak.reports.commands.estimate import Estimate
+from metapeak.reports.commands.explain_oom import ExplainOom
 from metapeak.reports.commands.footprints import Footprints
 from metapeak.reports.commands.replay import Replay
 from metapeak.reports.commands.serve import Serve
@@ -23,11 +25,13 @@ COMMANDS = (
     Checkpointing(),
     Footprints(),
     Serve(),
+    ExplainOom(),
     Validate(),
     Diff(),
     Replay(),
     Models(),
     Gpus(),
+    Cache(),
 )
 
 

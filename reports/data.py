@@ -38,11 +38,18 @@ def record_of(simulation: Simulation) -> dict[str, Any]:
             "seconds": {stage: round(seconds, 3) for stage, seconds in how.seconds.items()},
             "assumptions": list(how.assumptions),
             "not_modelled": list(how.not_modelled),
+            "cached": how.cached,
         },
         "dtypes": dtype_rows(simulation),
         "ranks": [_rank(rank) for rank in simulation.ranks],
         "fit": _fit(simulation),
+        "suggestions": suggestions_of(simulation),
     }
+
+
+def suggestions_of(simulation: Simulation) -> list[dict[str, Any]] | None:
+    """What would fit, cheapest first; None where nobody asked or it fits as it is."""
+    return None if simulation.suggestions is None else list(simulation.suggestions["found"])
 
 
 def model_record(simulation: Simulation) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from metapeak.reports.data import CATEGORY_NAMES, module_rows
 from metapeak.reports.dtypes import dtype_rows
+from metapeak.reports.make_it_fit import print_suggestions
 from metapeak.reports.ranks import describe_layout, print_ranks
 from metapeak.reports.sizes import count, gib, size
 from metapeak.tracer.liveness import Category
@@ -48,6 +49,7 @@ def print_summary(simulation: Simulation, console: Console, *, chart: bool = Fal
     _largest(rank, console)
     _modules(rank, console)
     _dtypes(simulation, console)
+    print_suggestions(simulation.suggestions, console)
     print_sentences("Assumed", simulation.how.assumptions, console)
     print_sentences("Not modelled", simulation.how.not_modelled, console)
 
@@ -66,7 +68,7 @@ def print_head(simulation: Simulation, rank: RankResult, console: Console) -> No
         Text.assemble(
             (model.id, "bold"),
             f"   {describe_step(simulation, rank)}   ",
-            (f"traced, {ours:.1f} s", "dim"),
+            (f"traced, {ours:.1f} s{', from the cache' if how.cached else ''}", "dim"),
         )
     )
     console.print(

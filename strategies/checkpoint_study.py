@@ -158,6 +158,12 @@ def plan_under(graph: StepGraph, budget_bytes: int) -> Plan:
     return judge.plan(candidates, checkpoint_table(graph, candidates), budget_bytes)
 
 
+def extra_flops_percent(graph: StepGraph, policy: Policy) -> float:
+    """FLOPs of the policy's recompute in one iteration, in percent of the plain step's."""
+    judge = _Judge(graph, device_of(None))
+    return judge.percent(judge.cost(policy_regions(policy, graph)))
+
+
 class _Judge:
     """Scores sets of modules on one recorded step."""
 
@@ -190,8 +196,12 @@ class _Judge:
             saved_bytes=saved_bytes(liveness),
             host_bytes=host_bytes,
             recompute_flops=again,
-            extra_flops_percent=100 * again / max(self._step_flops, 1),
+            extra_flops_percent=self.percent(again),
         )
+
+    def percent(self, again: int) -> float:
+        """These FLOPs in percent of the plain step's."""
+        return 100 * again / max(self._step_flops, 1)
 
     def cost(self, regions: Sequence[Region]) -> int:
         """FLOPs of recomputing these regions in the last iteration."""

@@ -270,10 +270,9 @@ def resolve(*given: Mapping[str, Option], settings: Sequence[Setting] = SETTINGS
         _override(options, mapping)
     for name, option in options.items():
         _check(by_name[name], option)
-    preset = options["preset"].value if "preset" in options else None
-    if "engine" not in options:  # a command with options of its own, as serve
-        return filled_in(options, preset) if preset is not None else options
-    options = with_engine(options)
+    if settings is not SETTINGS:  # a command with a table of its own, as serve: no presets, no engines
+        return options
+    options, preset = with_engine(options), options["preset"].value
     return with_parallel_precision(filled_in(options, preset) if preset is not None else options)
 
 

@@ -193,9 +193,10 @@ class Liveness:
         """The `count` largest storages alive during operation `index`, largest first."""
         alive = self.alive(index)
         order = alive[np.argsort(-self.nbytes[alive], kind="stable")][:count]
-        return [self._tensor(storage) for storage in order]
+        return [self.tensor(storage) for storage in order]
 
-    def _tensor(self, storage: int) -> LiveTensor:
+    def tensor(self, storage: int) -> LiveTensor:
+        """The storage of that row."""
         birth = int(self.birth[storage])
         source = int(self.source[storage])
         return LiveTensor(

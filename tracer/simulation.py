@@ -45,13 +45,16 @@ class ModelSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class How:
-    """How the answer was made: versions, seconds by stage, and the sentences that a report has to print."""
+    """How the answer was made: versions, seconds by stage, and the sentences that a report has to print. `cached`: it
+    was made by an earlier call, whose seconds these are.
+    """
 
     torch: str
     transformers: str
     seconds: Mapping[str, float]
     assumptions: tuple[str, ...]
     not_modelled: tuple[str, ...]
+    cached: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -144,7 +147,10 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Simulation:
-    """What `simulate` returns: the model, every resolved option, how it was done, each distinct rank, the verdict."""
+    """What `simulate` returns: the model, every resolved option, how it was done, each distinct rank, the verdict.
+
+    `graph` is the recorded step. `suggestions`, where somebody asked for them, say in plain values what would fit.
+    """
 
     model: ModelSummary
     options: Mapping[str, Option]
@@ -152,6 +158,7 @@ class Simulation:
     ranks: tuple[RankResult, ...]
     fit: Fit | None = None
     graph: Any = field(default=None, repr=False)
+    suggestions: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def worst(self) -> RankResult:

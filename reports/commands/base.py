@@ -52,6 +52,34 @@ def add_json(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     group.add_argument("--force", action="store_true", help="replace files that exist")
 
 
+def add_suggestions(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add --suggestions and --no-suggestions; None is the command's own default."""
+    group.add_argument(
+        "--suggestions",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="simulate what would make it fit, if it does not",
+    )
+
+
+def add_cache(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add --no-cache."""
+    group.add_argument("--no-cache", action="store_true", help="answer anew, and keep nothing (see metapeak cache)")
+
+
+def open_cache(arguments: argparse.Namespace):
+    """The cache on disk, or None where --no-cache or METAPEAK_CACHE=off says so."""
+    from metapeak.tracer.disk_cache import DiskCache, cache_folder
+
+    folder = None if arguments.no_cache else cache_folder()
+    return DiskCache(folder) if folder is not None else None
+
+
+def warn(problem: str) -> None:
+    """A remark on stderr that changes nothing about the answer."""
+    print(f"metapeak: {problem}", file=sys.stderr)
+
+
 def check_targets(arguments: argparse.Namespace, *more: str) -> dict[str, Path]:
     """Where --json (unless it is -) and the flags of `more` write. Raises InputError before any work is done."""
     asked = {f"--{name}": getattr(arguments, name) for name in ("json", *more)}

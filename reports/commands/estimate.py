@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import argparse
 
-from metapeak.reports.commands.base import BORDERLINE, DOES_NOT_FIT, DONE, add_model, make_console, quiet_transformers
+from metapeak.reports.commands.base import (
+    BORDERLINE,
+    DOES_NOT_FIT,
+    DONE,
+    add_cache,
+    add_model,
+    add_suggestions,
+    make_console,
+    open_cache,
+    quiet_transformers,
+    warn,
+)
 from metapeak.tracer.errors import InputError
 
 
@@ -21,6 +32,8 @@ class Estimate:
         output = parser.add_argument_group("output")
         add_outputs(output)
         output.add_argument("--chart", action="store_true", help="draw live bytes over the step in the terminal")
+        add_suggestions(output)
+        add_cache(output)
         output.add_argument(
             "--require-fit", action="store_true", help="exit with 3 if it does not fit, 4 if it is borderline"
         )
@@ -29,7 +42,8 @@ class Estimate:
         from metapeak.reports.options import resolve_options
         from metapeak.reports.outputs import check_outputs, print_json, write_outputs
         from metapeak.reports.progress import Progress
-        from metapeak.strategies.request import gpu_of, simulate_resolved
+        from metapeak.strategies.cached import answer
+        from metapeak.strategies.request import gpu_of
         from metapeak.tracer.simulation import Verdict
 
         quiet_transformers()
@@ -38,7 +52,14 @@ class Estimate:
             raise InputError("--require-fit needs --gpu or --gpu-memory to fit into.")
         targets = check_outputs(arguments)
         with Progress() as progress:
-            simulation = simulate_resolved(arguments.model, options, progress=progress)
+            simulation = answer(
+                arguments.model,
+                options,
+                cache=open_cache(arguments),
+                suggest=_wants_suggestions(arguments),
+                progress=progress,
+                warn=warn,
+            )
         # files first: whoever reads stdout may close it early
         write_outputs(simulation, targets)
         if arguments.json == "-":
@@ -50,3 +71,8 @@ class Estimate:
         if arguments.require_fit and simulation.fit.verdict is not Verdict.FITS:
             return BORDERLINE if simulation.fit.verdict is Verdict.BORDERLINE else DOES_NOT_FIT
         return DONE
+
+
+def _wants_suggestions(arguments: argparse.Namespace) -> bool:
+    """A report on the terminal has suggestions unless told not to; a script has to ask, as they take a minute."""
+    return arguments.json is None if arguments.suggestions is None else arguments.suggestions

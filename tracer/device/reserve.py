@@ -124,10 +124,8 @@ def reserve(
             f"per_process_memory_fraction:{config.memory_fraction:g} is a fraction of a GPU's memory. "
             "Give --gpu or --gpu-memory with it."
         )
-    storage, is_alloc, op = allocation_order(liveness)
-    sizes = liveness.nbytes.tolist()
-    stream = np.asarray(streams).tolist() if streams is not None else None
-    run = _Run(config, capacity, sizes, stream, storage, is_alloc, op)
+    run = _run_of(liveness, config, capacity, streams)
+    storage, is_alloc, op, sizes = run.storage, run.is_alloc, run.op, run.sizes
     allocator, played = run.play()
     oom = None
     if played < len(storage):
@@ -149,6 +147,21 @@ def reserve(
         oom=oom,
         _run=run,
     )
+
+
+def replayed(
+    liveness: Liveness, config: AllocatorConfig, *, capacity: int | None, oom: OutOfMemoryAt | None, **found: int
+) -> AllocatorResult:
+    """The result of a replay whose numbers (`found`: the fields of AllocatorResult) are known; events on demand."""
+    return AllocatorResult(
+        config=config, capacity=capacity, oom=oom, _run=_run_of(liveness, config, capacity, None), **found
+    )
+
+
+def _run_of(liveness: Liveness, config: AllocatorConfig, capacity: int | None, streams) -> _Run:
+    storage, is_alloc, op = allocation_order(liveness)
+    stream = np.asarray(streams).tolist() if streams is not None else None
+    return _Run(config, capacity, liveness.nbytes.tolist(), stream, storage, is_alloc, op)
 
 
 def allocation_order(liveness: Liveness) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,0 +1,148 @@
+"""A Simulation as bytes and back, without torch: what reports need of it, not the recorded graph.
+
+A line of JSON (names and plain values; tuples as {"t": [...]}) and, compressed, the integer columns one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from metapeak.tracer.device.allocator_config import AllocatorConfig
+from metapeak.tracer.device.overheads import Overhead, Overheads
+from metapeak.tracer.device.reserve import OutOfMemoryAt, replayed
+from metapeak.tracer.gpus import Gpu
+from metapeak.tracer.liveness import Liveness
+from metapeak.tracer.simulation import How, ModelSummary, Option, RankResult, Simulation, verdict_for
+
+_ARRAYS = ("birth", "death", "nbytes", "category", "module", "source", "dtype")
+_ARRAYS += ("op", "op_phase", "op_iteration", "op_module", "op_recompute", "op_node")
+_NAMES = ("op_names", "module_names", "source_names", "dtype_names")
+_RESERVATION = ("capacity", "allocated_peak", "reserved_peak", "reserved_end", "unfragmented_peak", "retries")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedDtypes:
+    """What is kept of a step graph: the dtypes of what the model made and returned."""
+
+    output_dtypes: dict[str, str]
+
+
+def simulation_to_bytes(simulation: Simulation) -> bytes:
+    """The simulation, its ranks replayed through the allocator, without its graph. Raises TypeError for an option whose
+    value is not plain.
+    """
+    chunks: list[bytes] = []
+    ranks = [_rank_record(rank, chunks) for rank in simulation.ranks]
+    record = {
+        "model": asdict(simulation.model),
+        "options": {name: [_plain(option.value), option.origin] for name, option in simulation.options.items()},
+        "how": {**asdict(simulation.how), "seconds": dict(simulation.how.seconds)},
+        "ranks": ranks,
+        "output_dtypes": dict(getattr(simulation.graph, "output_dtypes", {})),
+        "suggestions": simulation.suggestions,
+    }
+    return json.dumps(record).encode() + b"\n" + zlib.compress(b"".join(chunks), 1)
+
+
+def simulation_from_bytes(content: bytes, gpu: Gpu | None) -> Simulation:
+    """The simulation in `content`, judged for `gpu`. Raises ValueError or KeyError for anything else."""
+    line, _, packed = content.partition(b"\n")
+    record = json.loads(line)
+    data = memoryview(zlib.decompress(packed))
+    ranks = tuple(_rank(rank, data) for rank in record["ranks"])
+    how = {**record["how"], **{name: tuple(record["how"][name]) for name in ("assumptions", "not_modelled")}}
+    simulation = Simulation(
+        model=ModelSummary(**record["model"]),
+        options={
+            name: Option(value=_unplain(value), origin=origin) for name, (value, origin) in record["options"].items()
+        },
+        how=How(**how),
+        ranks=ranks,
+        graph=RecordedDtypes(output_dtypes=record["output_dtypes"]),
+        suggestions=record["suggestions"],
+    )
+    worst = simulation.worst
+    return replace(simulation, fit=verdict_for(gpu, worst.device_range, worst.device_bytes) if gpu else None)
+
+
+def _rank_record(rank: RankResult, chunks: list[bytes]) -> dict[str, Any]:
+    liveness, result = rank.liveness, rank.reservation
+    lengths = np.array([len(shape) for shape in liveness.shapes], dtype=np.int64)
+    extents = np.array([extent for shape in liveness.shapes for extent in shape], dtype=np.int64)
+    columns = {name: getattr(liveness, name) for name in _ARRAYS if getattr(liveness, name) is not None}
+    return {
+        "rank": rank.rank,
+        "count": rank.count,
+        "coordinates": dict(rank.coordinates),
+        "columns": {name: _put(column, chunks) for name, column in columns.items()},
+        "shape_lengths": _put(lengths, chunks),
+        "shape_extents": _put(extents, chunks),
+        "names": {name: list(getattr(liveness, name)) for name in _NAMES},
+        "allocator": {column.name: _plain(getattr(rank.allocator, column.name)) for column in fields(rank.allocator)},
+        "overheads": [asdict(item) for item in rank.overheads.items],
+        "reservation": {name: getattr(result, name) for name in _RESERVATION},
+        "oom": asdict(result.oom) if result.oom is not None else None,
+    }
+
+
+def _rank(record: dict[str, Any], data: memoryview) -> RankResult:
+    columns = {name: _get(place, data) for name, place in record["columns"].items()}
+    lengths = _get(record["shape_lengths"], data).tolist()
+    extents = _get(record["shape_extents"], data).tolist()
+    shapes, start = [], 0
+    for length in lengths:
+        shapes.append(tuple(extents[start : start + length]))
+        start += length
+    liveness = Liveness(**{"op_node": None, **columns}, shapes=shapes, **record["names"])
+    config = AllocatorConfig(**{name: _unplain(value) for name, value in record["allocator"].items()})
+    rank = RankResult(
+        rank=record["rank"],
+        count=record["count"],
+        coordinates=record["coordinates"],
+        liveness=liveness,
+        allocator=config,
+        overheads=Overheads(items=tuple(Overhead(**item) for item in record["overheads"])),
+    )
+    oom = OutOfMemoryAt(**record["oom"]) if record["oom"] is not None else None
+    # The replay takes longer than everything else here; what it found is known.
+    rank.__dict__["reservation"] = replayed(liveness, config, oom=oom, **record["reservation"])
+    return rank
+
+
+def _put(column: np.ndarray, chunks: list[bytes]) -> list:
+    """[dtype, first byte, rows] of a column put at the end of `chunks`."""
+    start = sum(len(chunk) for chunk in chunks)
+    column = np.ascontiguousarray(column)
+    chunks.append(column.tobytes())
+    return [column.dtype.str, start, len(column)]
+
+
+def _get(place: list, data: memoryview) -> np.ndarray:
+    dtype, start, rows = place
+    return np.frombuffer(data, dtype=np.dtype(dtype), count=rows, offset=start)
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it, tuples marked. Raises TypeError for what is not plain."""
+    if isinstance(value, tuple):
+        return {"t": [_plain(item) for item in value]}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {"m": [[_plain(key), _plain(item)] for key, item in value.items()]}
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    raise TypeError(f"an option of type {type(value).__name__} cannot be kept")
+
+
+def _unplain(value: Any) -> Any:
+    if isinstance(value, dict):
+        if "t" in value:
+            return tuple(_unplain(item) for item in value["t"])
+        return {_unplain(key): _unplain(item) for key, item in value["m"]}
+    return [_unplain(item) for item in value] if isinstance(value, list) else value
