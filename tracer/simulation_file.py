@@ -22,7 +22,15 @@ from metapeak.tracer.simulation import How, ModelSummary, Option, RankResult, Si
 _ARRAYS = ("birth", "death", "nbytes", "category", "module", "source", "dtype")
 _ARRAYS += ("op", "op_phase", "op_iteration", "op_module", "op_recompute", "op_node")
 _NAMES = ("op_names", "module_names", "source_names", "dtype_names")
-_RESERVATION = ("capacity", "allocated_peak", "reserved_peak", "reserved_end", "unfragmented_peak", "retries")
+_RESERVATION = (
+    "capacity",
+    "allocated_peak",
+    "reserved_peak",
+    "allocated_end",
+    "reserved_end",
+    "unfragmented_peak",
+    "retries",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
