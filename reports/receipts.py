@@ -19,7 +19,12 @@ from metapeak.tracer.packages.registry import PACKAGES
 METRICS = ("max_allocated", "steady_allocated", "max_reserved", "max_active", "nvml", "unknown-gpu")
 _CHECKPOINTING = {"selective:op": "selective:torchtitan"}
 # Names of the receipts that the catalogue spells otherwise.
-_GPUS = {"a10g-24gb": "a10g", "rtx4070tis-16gb": "rtx-4070ti-super", "v100-16gb": "v100-16gb-sxm2", "h100-96gb": "h100-sxm"}
+_GPUS = {
+    "a10g-24gb": "a10g",
+    "rtx4070tis-16gb": "rtx-4070ti-super",
+    "v100-16gb": "v100-16gb-sxm2",
+    "h100-96gb": "h100-sxm",
+}
 # Every litgpt row was measured before October 2024 (see tracer/packages/litgpt.py, Note [StableEmbedding]).
 _MEASURED_VERSIONS = {"litgpt": "litgpt-0.4"}
 # litgpt's scripts have this dropout unless they are told otherwise (finetune/lora.py at the rows' commits).
@@ -173,7 +178,9 @@ def _leave_to_package(package: str, found: dict[str, Any]) -> None:
         return
     dtype = found.pop("adapter_dtype", None)
     if dtype not in (None, found.get("weights_dtype")):
-        raise Refused(f"adapters in {dtype} beside weights in {found.get('weights_dtype')}: {package}'s own have the same")
+        raise Refused(
+            f"adapters in {dtype} beside weights in {found.get('weights_dtype')}: {package}'s own have the same"
+        )
 
 
 def _check_definition(receipt: Receipt) -> None:

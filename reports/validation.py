@@ -115,7 +115,7 @@ def loaded_bytes(rank: RankResult) -> int:
     """Bytes of the model before its first step."""
     liveness = rank.liveness
     model = (liveness.category == Category.PARAMETER) | (liveness.category == Category.BUFFER)
-    return int(liveness.nbytes[model & (liveness.birth <= 0)].sum())
+    return int(liveness.nbytes[model].sum())
 
 
 def kept_workspaces(rank: RankResult) -> int:

@@ -53,14 +53,12 @@ MODELS: dict[str, Model] = {
     ),
     "CogVideoX-5b": Model(
         class_name="CogVideoXTransformer3DModel",
-        config=_COGVIDEOX
-        | {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True},
+        config=_COGVIDEOX | {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True},
         **_COGVIDEOX_SAMPLE,
     ),
     "CogVideoX-2b": Model(
         class_name="CogVideoXTransformer3DModel",
-        config=_COGVIDEOX
-        | {"num_attention_heads": 30, "num_layers": 30, "use_rotary_positional_embeddings": False},
+        config=_COGVIDEOX | {"num_attention_heads": 30, "num_layers": 30, "use_rotary_positional_embeddings": False},
         **_COGVIDEOX_SAMPLE,
     ),
 }

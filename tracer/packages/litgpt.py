@@ -7,7 +7,7 @@ plugin around the forward: its outputs are converted to float32 (also with bf16-
 Note [Tables of positions]
     `fit` sets `model.max_seq_length`, which computes cos and sin anew: in float32, outside the plugin's default dtype.
 Note [StableEmbedding]
-    With a quantised base finetune/lora.py puts a new bnb StableEmbedding in the place of `wte`, after the rest was frozen
+    With a quantised base finetune/lora.py puts a StableEmbedding in the place of `wte`, after the rest was frozen
     and the optimizer made. So its weight gets a gradient that no zero_grad reaches: it stays for good. litgpt before
     0.5 (October 2024, pull request 1770) did not: `litgpt-0.4:NAME` is the installed litgpt without it.
 
@@ -85,8 +85,8 @@ class LitGPT(Package):
             return sentences
         return (
             *sentences,
-            "litgpt puts a StableEmbedding in the place of wte after everything was frozen: its weight gets a gradient, "
-            "which the optimizer does not have and zero_grad does not free",
+            "litgpt puts a StableEmbedding in the place of wte after everything was frozen: its weight gets a "
+            "gradient, which the optimizer does not have and zero_grad does not free",
         )
 
     def with_adapters(self, module: nn.Module, adapters: Adapters) -> nn.Module:
@@ -113,7 +113,9 @@ class LitGPT(Package):
         dtype = str(module.transformer.wte.weight.dtype).removeprefix("torch.")
         count = sum(parameter.numel() for name, parameter in module.named_parameters() if "lora_" in name)
         switches = ", ".join(_switches(adapters.targets))
-        note = f"LoRA by litgpt ({switches}): {count:,} adapter parameters in {dtype} as the weights, the base is frozen"
+        note = (
+            f"LoRA by litgpt ({switches}): {count:,} adapter parameters in {dtype} as the weights, the base is frozen"
+        )
         return (note, *_mlp_note(adapters.targets))
 
     def not_quantised(self, module: nn.Module) -> tuple[str, ...]:

@@ -2,9 +2,10 @@
 
 Where each byte comes from: torchtune's own classes and losses run in the trace. The builder runs under the default
 dtype of the weights, as the recipes do; LoRA is placed by the `lora_` builder of the same name.
-Not modelled: packed batches' masks (a batch is one causal sequence a row); `qlora_` builders (NF4 tensors of torchao).
-Sources: torchtune 0.6.1 modules/transformer.py, modules/loss/, modules/peft/; recipes full_finetune_single_device.py and
-lora_finetune_single_device.py (_loss_step: labels are shifted once, logits deleted after the loss).
+Not modelled: masks of packed batches (a batch is one causal sequence a row); `qlora_` builders (NF4 tensors of
+torchao).
+Sources: torchtune 0.6.1 modules/transformer.py, modules/loss/, modules/peft/; recipes
+full_finetune_single_device.py, lora_finetune_single_device.py (_loss_step: labels are shifted once, logits deleted).
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ if TYPE_CHECKING:
     from metapeak.tracer.spec import BatchSpec
 
 IGNORED = -100
-ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "output_proj", "output_proj": "output_proj"}
+ATTENTION = {
+    "q_proj": "q_proj",
+    "k_proj": "k_proj",
+    "v_proj": "v_proj",
+    "o_proj": "output_proj",
+    "output_proj": "output_proj",
+}
 MLP = ("mlp", "gate_proj", "up_proj", "down_proj")
 OUTPUT = ("output", "lm_head")
 DEFAULT_TARGETS = ("q_proj", "v_proj", "output_proj", "mlp")  # of the shipped configs
@@ -68,10 +75,12 @@ class Torchtune(Package):
         try:
             with torch.device("meta"):
                 module = getattr(self._builders[name.removeprefix("lora_")], name)(**options)
-                for part in module.modules():
-                    if hasattr(part, "rope_init"):  # as the recipes do, for models made on meta
+            for part in module.modules():
+                if hasattr(part, "rope_init"):  # the recipes call it on the device; on meta it does nothing
+                    with torch.device("cpu"):
                         part.rope_init()
-                return module
+                    part.to("meta")
+            return module
         finally:
             torch.set_default_dtype(before)
 
@@ -149,9 +158,8 @@ def _targets(targets: tuple[str, ...] | None) -> tuple[str, ...]:
         return ("q_proj", "k_proj", "v_proj", "output_proj", "mlp")
     unknown = [name for name in targets if name not in (*ATTENTION, *MLP, *OUTPUT)]
     if unknown:
-        raise InputError(
-            f"lora targets {', '.join(unknown)}: torchtune adapts {', '.join((*ATTENTION, *MLP, *OUTPUT))}, or all-linear."
-        )
+        known = ", ".join((*ATTENTION, *MLP, *OUTPUT))
+        raise InputError(f"lora targets {', '.join(unknown)}: torchtune adapts {known}, or all-linear.")
     return targets
 
 
