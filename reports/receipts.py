@@ -25,8 +25,9 @@ _GPUS = {
     "v100-16gb": "v100-16gb-sxm2",
     "h100-96gb": "h100-sxm",
 }
-# Every litgpt row was measured before October 2024 (see tracer/packages/litgpt.py, Note [StableEmbedding]).
-_MEASURED_VERSIONS = {"litgpt": "litgpt-0.4"}
+# Every litgpt row was measured before October 2024 (see tracer/packages/litgpt.py, Note [StableEmbedding]); torchtune's
+# table is of the time of 0.4.
+_MEASURED_VERSIONS = {"litgpt": "litgpt-0.4", "torchtune": "torchtune-0.4"}
 # litgpt's scripts have this dropout unless they are told otherwise (finetune/lora.py at the rows' commits).
 _LITGPT_DROPOUT = 0.05
 # Loss path of transformers up to a version (exclusive); see strategies/losses/transformers_versions.py.
@@ -173,11 +174,12 @@ def reference_of(receipt: Receipt) -> str:
     package = package_of(receipt)
     if package is None:
         return receipt.model
+    name = receipt.fields["definition_key"]
     if package == "diffusers":
-        return f"diffusers:{name_of(receipt.fields['definition_key'], receipt.fields['definition_facts']['config'])}"
-    if package == "torchtune":
-        return f"torchtune:{receipt.fields['definition_key'].removeprefix('qlora_').removeprefix('lora_')}"
-    return f"{_MEASURED_VERSIONS.get(package, package)}:{receipt.fields['definition_key']}"
+        name = name_of(name, receipt.fields["definition_facts"]["config"])
+    if package == "torchtune":  # adapters come with the method
+        name = name.removeprefix("qlora_").removeprefix("lora_")
+    return f"{_MEASURED_VERSIONS.get(package, package)}:{name}"
 
 
 def first_batch_only(receipt: Receipt) -> bool:

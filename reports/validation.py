@@ -137,7 +137,7 @@ def loaded_bytes(rank: RankResult) -> int:
     """Bytes of the model before its first step."""
     liveness = rank.liveness
     model = (liveness.category == Category.PARAMETER) | (liveness.category == Category.BUFFER)
-    return int(liveness.nbytes[model & (liveness.birth <= 0)].sum())
+    return int(liveness.nbytes[model].sum())
 
 
 def _gradient_bytes(rank: RankResult) -> int:

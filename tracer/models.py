@@ -70,7 +70,8 @@ class ResolvedModel:
 
     `source` is "catalogue", "hub cache", "hub", "folder /x", "file /x/config.json" or "function file.py:f".
     `architecture` is the class name; `auto_class` and `task` are None where no auto class holds it. `factory` is the
-    user's function, called without arguments. `package` builds the model that it calls `architecture`. `remote_code` says that the class comes from code at `location`.
+    user's function, called without arguments. `package` builds the model that it calls `architecture`. `remote_code`
+    says that the class comes from code at `location`.
     """
 
     id: str

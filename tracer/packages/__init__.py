@@ -1,6 +1,6 @@
 """Model definitions of other packages, behind one interface: a reference `litgpt:phi-1_5` builds litgpt's own class.
 
-`base.py` says what a package gives (module, batch, loss, adapters); one file for each package; `registry.py` finds them.
+`base.py` says what a package gives (module, batch, loss, adapters); one file a package; `registry.py` finds them.
 None of the packages is needed otherwise: they are optional extras, imported when a reference names one.
 """
 

@@ -41,8 +41,8 @@ class Package:
 
     `prefix` is how a reference names it, `modules` what is imported to use it, `default_dtype` the weights dtype of its
     scripts, `losses` the names that the option `loss` may have (the first is the default). `autocast_region` is where
-    its scripts end autocast (training_loop.py). `peft_adapters`: its scripts train LoRA by PEFT. `bitsandbytes_0_42`: it
-    asks for that version.
+    its scripts end autocast (training_loop.py). `peft_adapters`: its scripts train LoRA by PEFT. `bitsandbytes_0_42`:
+    it asks for that version.
     """
 
     prefix: str
@@ -92,8 +92,8 @@ class Package:
         """The name of the loss as `loss` takes it. Raises InputError for one that the package has not."""
         if name not in self.losses:
             raise InputError(
-                f"loss {name} is not one that {self.prefix} computes; it has {', '.join(self.losses)}. Leave --loss out "
-                "for the first."
+                f"loss {name} is not one that {self.prefix} computes; it has {', '.join(self.losses)}. Leave --loss "
+                "out for the first."
             )
         return name
 

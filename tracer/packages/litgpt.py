@@ -7,7 +7,7 @@ plugin around the forward: its outputs are converted to float32 (also with bf16-
 Note [Tables of positions]
     `fit` sets `model.max_seq_length`, which computes cos and sin anew: in float32, outside the plugin's default dtype.
 Note [StableEmbedding]
-    With a quantised base finetune/lora.py puts a new bnb StableEmbedding in the place of `wte`, after the rest was frozen
+    With a quantised base finetune/lora.py puts a StableEmbedding in the place of `wte`, after the rest was frozen
     and the optimizer made. So its weight gets a gradient that no zero_grad reaches: it stays for good. litgpt before
     0.5 (October 2024, pull request 1770) did not: `litgpt-0.4:NAME` is the installed litgpt without it.
 
@@ -85,8 +85,8 @@ class LitGPT(Package):
             return sentences
         return (
             *sentences,
-            "litgpt puts a StableEmbedding in the place of wte after everything was frozen: its weight gets a gradient, "
-            "which the optimizer does not have and zero_grad does not free",
+            "litgpt puts a StableEmbedding in the place of wte after everything was frozen: its weight gets a "
+            "gradient, which the optimizer does not have and zero_grad does not free",
         )
 
     def with_adapters(self, module: nn.Module, adapters: Adapters) -> nn.Module:

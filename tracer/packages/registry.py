@@ -32,6 +32,12 @@ PACKAGES: dict[str, Entry] = {
         file="metapeak.tracer.packages.litgpt", requires=("litgpt", "lightning"), attribute="LITGPT_0_4", extra="litgpt"
     ),
     "torchtune": Entry(file="metapeak.tracer.packages.torchtune", requires=("torchtune", "torchao")),
+    "torchtune-0.4": Entry(
+        file="metapeak.tracer.packages.torchtune",
+        requires=("torchtune", "torchao"),
+        attribute="TORCHTUNE_0_4",
+        extra="torchtune",
+    ),
     "diffusers": Entry(file="metapeak.tracer.packages.diffusers", requires=("diffusers",)),
 }
 

@@ -2,13 +2,18 @@
 
 Where each byte comes from: torchtune's own classes and losses run in the trace. The builder runs under the default
 dtype of the weights, as the recipes do; LoRA is placed by the `lora_` builder of the same name.
-Not modelled: packed batches' masks (a batch is one causal sequence a row); `qlora_` builders (NF4 tensors of torchao).
-Sources: torchtune 0.6.1 modules/transformer.py, modules/loss/, modules/peft/; recipes full_finetune_single_device.py and
-lora_finetune_single_device.py (_loss_step: labels are shifted once, logits deleted after the loss).
+`torchtune-0.4:NAME` is the installed torchtune with the RMSNorm that it had up to 0.4: written out, it saves the input
+in float32 and the normed one in the dtype of the weights; since 0.5 torch's rms_norm (float32 input, 16-bit weight: no
+fused kernel) saves the input and the normed one in float32.
+Not modelled: masks of packed batches (a batch is one causal sequence a row); `qlora_` builders (NF4 tensors of
+torchao).
+Sources: torchtune 0.6.1 modules/transformer.py, modules/loss/, modules/peft/; recipes
+full_finetune_single_device.py, lora_finetune_single_device.py (_loss_step: labels are shifted once, logits deleted).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -41,7 +46,7 @@ class Torchtune(Package):
     prefix = "torchtune"
     modules = ("torchtune", "torchtune.models", "torchtune.modules.loss", "torchtune.modules.peft")
     default_dtype = "bfloat16"
-    losses = (f"chunked-output:{CHUNKS}", "eager")
+    losses = ("eager", f"chunked-output:{CHUNKS}")  # the shipped configs name the second, as preset torchtune does
 
     def __init__(self):
         self._builders: dict[str, Any] = {}
@@ -74,12 +79,17 @@ class Torchtune(Package):
         try:
             with torch.device("meta"):
                 module = getattr(self._builders[name.removeprefix("lora_")], name)(**options)
-                for part in module.modules():
-                    if hasattr(part, "rope_init"):  # as the recipes do, for models made on meta
+            for part in module.modules():
+                if hasattr(part, "rope_init"):  # the recipes call it on the device; on meta it does nothing
+                    with torch.device("cpu"):
                         part.rope_init()
-                return module
+                    part.to("meta")
+            return self._as_released(module)
         finally:
             torch.set_default_dtype(before)
+
+    def _as_released(self, module: nn.Module) -> nn.Module:
+        return module
 
     def batch(self, module: nn.Module, spec: BatchSpec) -> Inputs:
         ids, notes = tokens(spec, module.tok_embeddings.num_embeddings, module.max_seq_len, "this torchtune model")
@@ -155,10 +165,30 @@ def _targets(targets: tuple[str, ...] | None) -> tuple[str, ...]:
         return ("q_proj", "k_proj", "v_proj", "output_proj", "mlp")
     unknown = [name for name in targets if name not in (*ATTENTION, *MLP, *OUTPUT)]
     if unknown:
-        raise InputError(
-            f"lora targets {', '.join(unknown)}: torchtune adapts {', '.join((*ATTENTION, *MLP, *OUTPUT))}, or all-linear."
-        )
+        known = ", ".join((*ATTENTION, *MLP, *OUTPUT))
+        raise InputError(f"lora targets {', '.join(unknown)}: torchtune adapts {known}, or all-linear.")
     return targets
 
 
+class Torchtune04(Torchtune):
+    prefix = "torchtune-0.4"
+
+    def _as_released(self, module: nn.Module) -> nn.Module:
+        from torchtune.modules import RMSNorm
+
+        for part in module.modules():
+            if isinstance(part, RMSNorm):
+                part.forward = functools.partial(_rms_norm_of_0_4, part)
+        return module
+
+
+def _rms_norm_of_0_4(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    wide = x.float()
+    inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
+    return (wide * inverse).type_as(x) * norm.scale
+
+
 PACKAGE = Torchtune()
+TORCHTUNE_0_4 = Torchtune04()
