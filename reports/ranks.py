@@ -62,8 +62,8 @@ def _not_shared(rank: RankResult, console: Console) -> None:
     console.print(
         Text.assemble(
             ("What your GPUs do not share", "bold"),
-            f" (at the peak of rank {rank.rank}, GiB): {gib(total)} of {gib(rank.requested_bytes)}, which more "
-            "data-parallel GPUs do not make less",
+            f": {gib(total)} GiB of rank {rank.rank} when it is most, below which no number of data-parallel GPUs "
+            "brings the peak, in GiB:",
         )
     )
     console.print(Text("  " + "   ".join(parts)))

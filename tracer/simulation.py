@@ -61,7 +61,7 @@ class How:
 class RankResult:
     """One distinct rank: how many ranks are like it, its coordinates in the layout, its liveness, the settings of its
     caching allocator, and what its process takes of the GPU beside the allocator's segments. `not_shared`: requested
-    bytes at the peak that more data-parallel ranks would not make less, by what they are (for a job on several GPUs).
+    bytes that more data-parallel ranks would not make less, by what they are, when they are most (several GPUs only).
     """
 
     rank: int

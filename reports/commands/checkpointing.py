@@ -36,7 +36,16 @@ class Checkpointing:
         from metapeak.reports.progress import Progress
         from metapeak.strategies.checkpoint_study import study_checkpointing, verify
         from metapeak.strategies.gradient_checkpointing import Nothing, parse_policy
-        from metapeak.strategies.request import allocator_of, gpu_of, memory_of, model_spec, model_strategies, step_spec
+        from metapeak.strategies.parallel.ranks import layout_of
+        from metapeak.strategies.request import (
+            allocator_of,
+            gpu_of,
+            memory_of,
+            model_spec,
+            model_strategies,
+            step_spec,
+            strategies_of,
+        )
 
         quiet_transformers()
         options = resolve_options(arguments)
@@ -48,6 +57,11 @@ class Checkpointing:
         targets = check_targets(arguments, "plan")
         model, step = model_spec(arguments.model, options), step_spec(options)
         strategies = model_strategies(options)
+        if layout_of(strategies_of(options)) is not None:
+            raise InputError(
+                "checkpointing compares policies on one GPU, and this step runs on several. Leave engine and degrees "
+                "out, or estimate one policy: metapeak estimate MODEL --checkpointing POLICY."
+            )
         with Progress() as progress:
             study = study_checkpointing(
                 model,

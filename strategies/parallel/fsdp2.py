@@ -9,8 +9,11 @@ Sources: torch/distributed/fsdp/_fully_shard; accelerate 1.15 utils/fsdp_utils.p
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from metapeak.strategies.base import NoOpStrategy
 from metapeak.strategies.parallel.layout import NO_LAYOUT, Layout
@@ -77,11 +80,12 @@ class FSDP2(NoOpStrategy):
         policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=self.cast_forward_inputs)
         options: dict[str, Any] = {"mesh": data_parallel_mesh(self.layout), "mp_policy": policy}
         options["ignored_params"] = unshardable(module)
-        for unit in units_of(module, self.wrap):
-            parts = [module.get_submodule(name) for name in unit.modules]
-            reshard = self._reshard_unit() if unit.reshard is None else unit.reshard
-            fully_shard(parts if len(parts) > 1 else parts[0], reshard_after_forward=reshard, **options)
-        fully_shard(module, reshard_after_forward=self.reshard_after_forward, **options)
+        with _empty_chunks_alike():
+            for unit in units_of(module, self.wrap):
+                parts = [module.get_submodule(name) for name in unit.modules]
+                reshard = self._reshard_unit() if unit.reshard is None else unit.reshard
+                fully_shard(parts if len(parts) > 1 else parts[0], reshard_after_forward=reshard, **options)
+            fully_shard(module, reshard_after_forward=self.reshard_after_forward, **options)
         _keep_shards_as_they_are(module)
         return module
 
@@ -95,6 +99,20 @@ def unshardable(module: torch.nn.Module) -> set[torch.Tensor]:
     Source: accelerate 1.15 utils/fsdp_utils.py (fsdp2_prepare_model, incompatible_params4bit).
     """
     return {parameter for parameter in module.parameters() if not parameter.is_floating_point()}
+
+
+@contextlib.contextmanager
+def _empty_chunks_alike() -> Iterator[None]:
+    """One empty tensor stands for the chunks of all ranks that get nothing: a world of 4,096 has many."""
+    import torch
+
+    def chunks_with_empty(tensor, num_chunks, dim):
+        chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
+        missing = num_chunks - len(chunks)
+        return chunks + [chunks[0].new_empty(0)] * missing if missing else chunks
+
+    with mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", chunks_with_empty):
+        yield
 
 
 def _keep_shards_as_they_are(module: torch.nn.Module) -> None:

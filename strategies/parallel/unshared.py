@@ -1,7 +1,8 @@
-"""What the GPUs of a job do not share: bytes at a rank's peak that more data-parallel ranks would not make less."""
+"""What the GPUs of a job do not share: bytes of a rank that more data-parallel ranks would not make less."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,41 +16,44 @@ if TYPE_CHECKING:
 
 
 def not_shared(graph: StepGraph, liveness: Liveness, module: torch.nn.Module) -> dict[str, int]:
-    """Requested bytes at the peak by what they are, largest first; only what a rank has whole, or of its own batch.
+    """Requested bytes by what they are, largest first, when they are most: what a rank has whole, or of its own batch.
 
-    Logits are the activations and temporaries as wide as the vocabulary. Gathered parameters and unreduced gradients
-    are of one or a few units; gradients kept whole between micro-batches are of all of them.
+    No number of data-parallel ranks brings the peak below their sum. Logits are the activations and temporaries as wide
+    as the vocabulary. Gathered parameters and unreduced gradients are of one or a few units; gradients that wait for
+    the last micro-batch are of all of them. Temporaries of the optimizer are as large as the shards: they do not count.
     """
-    alive = liveness.alive(liveness.peak_index())
-    rows = len(graph.birth)
-    traced = alive < rows  # workspaces come after the storages of the graph
-    unsharded = np.isin(alive, list(graph.unsharded)) & traced
-    whole = np.isin(alive, list(graph.whole)) & traced
-    category, nbytes = liveness.category[alive], liveness.nbytes[alive]
-    loaded = liveness.op_phase[liveness.birth[alive]] == Phase.LOAD
-    of_batch = np.isin(category, [Category.ACTIVATION, Category.TEMPORARY])
+    category, nbytes = liveness.category, liveness.nbytes
+    unsharded, whole = _among(graph.unsharded, category), _among(graph.whole, category)
+    born = liveness.op_phase[liveness.birth]
     vocabulary = _vocabulary(module)
-    wide = np.array(
-        [bool(liveness.shapes[row]) and liveness.shapes[row][-1] in vocabulary for row in alive], dtype=bool
-    )
-    packed = np.array([not liveness.dtype_names[liveness.dtype[row]].startswith(("float", "bfloat")) for row in alive])
-    parameter, gradient = category == Category.PARAMETER, category == Category.GRADIENT
-    saved = category == Category.ACTIVATION
+    wide = np.array([bool(shape) and shape[-1] in vocabulary for shape in liveness.shapes], dtype=bool)
+    real = np.array([name.startswith(("float", "bfloat")) for name in liveness.dtype_names], dtype=bool)[liveness.dtype]
+    loaded = (category == Category.PARAMETER) & (born == Phase.LOAD) & whole
+    of_batch = np.isin(category, [Category.ACTIVATION, Category.TEMPORARY]) & (born != Phase.OPTIMIZER)
     found = {
-        "logits": of_batch & wide & ~unsharded,
-        "activations": saved & ~wide,
-        "temporaries": (category == Category.TEMPORARY) & ~wide & (liveness.op_phase[liveness.birth[alive]] != 3),
-        "quantised weights": parameter & loaded & whole & packed,
-        "whole parameters": parameter & loaded & whole & ~packed,
-        "gathered parameters": parameter & unsharded & ~whole,
-        "unreduced gradients": gradient & unsharded,
+        "logits": of_batch & wide,
+        "activations": of_batch & ~wide & (category == Category.ACTIVATION),
+        "temporaries": of_batch & ~wide & (category == Category.TEMPORARY),
+        "quantised weights": loaded & ~real,
+        "whole parameters": loaded & real,
+        "gathered parameters": (category == Category.PARAMETER) & unsharded & ~loaded,
+        "unreduced gradients": (category == Category.GRADIENT) & unsharded,
         "communication buffers": category == Category.COMMUNICATION,
         "buffers": category == Category.BUFFER,
         "inputs": category == Category.INPUT,
         "workspace": category == Category.WORKSPACE,
     }
-    totals = {name: int(nbytes[which].sum()) for name, which in found.items()}
+    which = np.logical_or.reduce(list(found.values()))
+    at = int(np.argmax(replace(liveness, nbytes=np.where(which, nbytes, 0)).live_bytes()))
+    alive = (liveness.birth <= at) & (at < liveness.death)
+    totals = {name: int(nbytes[rows & alive].sum()) for name, rows in found.items()}
     return {name: total for name, total in sorted(totals.items(), key=lambda item: -item[1]) if total}
+
+
+def _among(rows: set[int], column: np.ndarray) -> np.ndarray:
+    found = np.zeros(len(column), dtype=bool)
+    found[list(rows)] = True
+    return found
 
 
 def _vocabulary(module: torch.nn.Module) -> set[int]:

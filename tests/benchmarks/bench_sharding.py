@@ -1,0 +1,37 @@
+"""Seconds of a sharded step by the size of the world: a rank costs the same in any.
+
+    python tests/benchmarks/bench_sharding.py [--model meta-llama/Llama-2-7b-hf] [--seq-len 2048]
+
+Wanted: a world of 4,096 costs no more than one of 8; Llama-3.1-405B with dp_shard 256 and tp 8 under 20 s cold.
+"""
+
+import argparse
+import time
+
+from metapeak.strategies import simulate_options
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="meta-llama/Llama-2-7b-hf")
+    parser.add_argument("--seq-len", type=int, default=2048)
+    arguments = parser.parse_args()
+    common = {"seq_len": arguments.seq_len, "checkpointing": "full", "precision": "bf16-mixed"}
+    simulate_options(arguments.model, {**common, "dp_shard": 2})  # imports
+    for degrees in (
+        {"dp_shard": 8},
+        {"dp_shard": 4096},
+        {"dp_shard": 8, "tp": 8},
+        {"dp_replicate": 64, "dp_shard": 64},
+    ):
+        started, processor = time.perf_counter(), time.process_time()
+        simulation = simulate_options(arguments.model, {**common, **degrees})
+        print(
+            f"{', '.join(f'{name} {degree}' for name, degree in degrees.items()):<32}"
+            f"{time.perf_counter() - started:7.2f} s, {time.process_time() - processor:7.2f} s of processor, "
+            f"{len(simulation.ranks)} ranks traced, worst {simulation.worst.requested_bytes:,} bytes"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Sharded steps through `simulate`: laws that hold for every rank of every layout, on a tiny model."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from metapeak.reports.data import record_of
+from metapeak.strategies import simulate_options
+from metapeak.tracer.errors import InputError
+from metapeak.tracer.liveness import Category, Phase
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 130,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    even = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
+    for name, config in (("uneven", CONFIG), ("even", CONFIG | even)):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    known = {}
+
+    def run(even=False, **options):
+        key = json.dumps([even, options], sort_keys=True)
+        if key not in known:
+            path = folder / ("even" if even else "uneven") / "config.json"
+            known[key] = simulate_options(str(path), {"seq_len": 16, "batch_size": 2, **options})
+        return known[key]
+
+    return run
+
+
+def loaded(rank):
+    """Bytes of parameters that are there before the first step."""
+    liveness = rank.liveness
+    which = (liveness.category == Category.PARAMETER) & (liveness.op_phase[liveness.birth] == Phase.LOAD)
+    return int(liveness.nbytes[which].sum())
+
+
+def padding(world):
+    """Bytes of the rows that FSDP2 adds so that every rank has ceil(rows / world), over all parameters of the model."""
+    layer = [(48, 48), (24, 48), (24, 48), (48, 48), (100, 48), (100, 48), (48, 100), (48, 1), (48, 1)]
+    shapes = [(130, 48)] * 2 + [(48, 1)] + layer * CONFIG["num_hidden_layers"]
+    return sum(4 * (-rows % world) * width for rows, width in shapes)
+
+
+@settings(derandomize=True, deadline=None, max_examples=3)
+@given(world=st.sampled_from([2, 3, 5]))
+def test_shards_of_all_ranks_sum_to_the_whole_and_padding(tiny, world):
+    simulation = tiny(dp_shard=world)
+    assert sum(rank.count for rank in simulation.ranks) == world
+    total = sum(loaded(rank) * rank.count for rank in simulation.ranks)
+    assert total == simulation.model.parameter_bytes + padding(world)
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_more_ranks_never_raise_a_peak(tiny, engine):
+    """Where the rows divide: more of them can be padded than shards get smaller."""
+    ranks = [tiny(even=True, engine=engine, dp_shard=world).worst for world in (1, 2, 8, 32)]
+    peaks = [max(phase.peak_bytes for phase in rank.phases) for rank in ranks]
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
+
+
+def test_replicas_cost_what_the_reducer_costs(tiny):
+    plain, replicas = tiny(), [tiny(engine="ddp", dp_replicate=world) for world in (2, 64)]
+    buckets = plain.model.parameter_bytes
+    assert {one.worst.steady_bytes for one in replicas} == {plain.worst.steady_bytes + buckets}
+    assert len({one.worst.requested_bytes for one in replicas}) == 1
+
+
+def test_at_degree_one_the_state_between_steps_is_the_plain_models(tiny):
+    plain, alone = tiny().worst, tiny(dp_shard=1).worst
+    assert alone.steady_bytes == plain.steady_bytes
+    assert alone.requested_bytes >= plain.requested_bytes
+
+
+def test_ranks_that_differ_have_a_row_each(tiny):
+    simulation = tiny(dp_shard=5)
+    assert [rank.count for rank in simulation.ranks] == [4, 1] or len(simulation.ranks) in (2, 3)
+    assert simulation.worst is simulation.ranks[0]
+    assert simulation.ranks[-1].coordinates["dp_shard"] == simulation.ranks[-1].rank
+    assert simulation.ranks[-1].steady_bytes < simulation.ranks[0].steady_bytes
+    record = record_of(simulation)
+    assert [rank["count"] for rank in record["ranks"]] == [rank.count for rank in simulation.ranks]
+    assert record["ranks"][0]["overheads"]["communicators"]["high"] > 0
+
+
+def test_a_world_of_thousands_is_one_or_two_traces(tiny):
+    simulation = tiny(dp_shard=4096)
+    assert sum(rank.count for rank in simulation.ranks) == 4096
+    assert len(simulation.ranks) <= 3
+
+
+def test_gradients_wait_for_the_last_micro_batch_unless_told(tiny):
+    waiting, eager = tiny(dp_shard=4, grad_accum=3), tiny(dp_shard=4, grad_accum=3, sync_each_batch=True)
+    whole = waiting.model.parameter_bytes
+    ends = [phase.end_bytes for phase in waiting.worst.phases if phase.phase == "backward" and phase.iteration == 2]
+    synced = [phase.end_bytes for phase in eager.worst.phases if phase.phase == "backward" and phase.iteration == 2]
+    assert len(ends) == 3 and len(synced) == 2
+    # Whole gradients until the last backward, which leaves the shards' as every synced one does.
+    assert ends[0] == ends[1]
+    assert ends[0] - ends[-1] == whole - loaded(waiting.worst)
+    assert synced[0] == synced[1] == ends[-1]
+
+
+def test_checkpoints_of_a_sharded_step_are_real(tiny):
+    plain = tiny(dp_shard=4)
+    for policy in ("full", "every:2", "layers:0-1", "selective:ops=mm"):
+        simulation = tiny(dp_shard=4, checkpointing=policy)
+        assert simulation.worst.liveness.op_recompute.any()
+        saved = [phase.end_bytes for phase in simulation.worst.phases if phase.phase == "forward"][-1]
+        assert saved < [phase.end_bytes for phase in plain.worst.phases if phase.phase == "forward"][-1]
+
+
+def test_mixed_precision_keeps_float32_shards_and_gathers_in_half(tiny):
+    simulation = tiny(dp_shard=4, weights_dtype="bf16", autocast="bf16")
+    assert loaded(simulation.worst) >= simulation.model.parameters  # 4 bytes / 4 ranks
+    assert simulation.model.parameter_bytes == 4 * simulation.model.parameters
+    gathered = [
+        row for row in simulation.graph.unsharded if simulation.worst.liveness.category[row] == Category.PARAMETER
+    ]
+    dtypes = {simulation.worst.liveness.dtype_names[simulation.worst.liveness.dtype[row]] for row in gathered}
+    assert dtypes == {"bfloat16"}
+
+
+def test_adapters_and_their_frozen_base_are_both_sharded(tiny):
+    for engine in ("fsdp1", "fsdp2"):
+        one, four = (tiny(engine=engine, dp_shard=world, method="lora").worst for world in (1, 4))
+        assert loaded(four) <= loaded(one) / 4 + 4096
+        assert four.steady_bytes < one.steady_bytes
+
+
+def test_packed_weights_in_integers_stay_whole(tiny):
+    one, four = (tiny(dp_shard=world, method="qlora") for world in (1, 4))
+    assert one.worst.not_shared["quantised weights"] == four.worst.not_shared["quantised weights"] > 0
+
+
+def test_flat_parameters_refuse_integers_and_take_floats(tiny):
+    with pytest.raises(InputError, match="--quant-storage bf16"):
+        tiny(engine="fsdp1", dp_shard=4, method="qlora", weights_dtype="bf16")
+    tiny(engine="fsdp1", dp_shard=4, method="qlora", weights_dtype="bf16", quant_storage="bf16")
+
+
+def test_tensor_parallel_layers_are_cut_and_the_rest_stays(tiny):
+    plain, cut = tiny().worst, tiny(tp=2).worst
+    # Embedding, head and every projection are halves; norms (5 x 48) are whole.
+    whole = 4 * 5 * 48
+    assert loaded(cut) == (loaded(plain) - whole) // 2 + whole
+    assert cut.not_shared["whole parameters"] >= whole
+
+
+def test_heads_that_do_not_divide_are_refused(tiny):
+    with pytest.raises(InputError, match=r"num_key_value_heads 2 / tp 4 = 0\.50"):
+        tiny(tp=4)
+
+
+def test_tensor_parallel_layers_are_sharded_further(tiny):
+    both = tiny(tp=2, dp_shard=2).worst
+    assert loaded(both) < loaded(tiny(tp=2).worst)
+    assert both.coordinates == {"pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 0}
+
+
+def test_shards_have_replicas(tiny):
+    hybrid, shards = tiny(dp_replicate=2, dp_shard=4), tiny(dp_shard=4)
+    assert sum(rank.count for rank in hybrid.ranks) == 8
+    assert loaded(hybrid.worst) == loaded(shards.worst)
+
+
+def test_what_is_not_shared_is_a_floor(tiny):
+    few, many = tiny(dp_shard=2).worst, tiny(dp_shard=4096).worst
+    assert sum(few.not_shared.values()) <= few.requested_bytes
+    assert many.requested_bytes >= sum(many.not_shared.values())
+    assert few.not_shared["gathered parameters"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"wrap": "NoSuchLayer"}, "no module matches 'NoSuchLayer'"),
+        ({"reshard_after_forward": "3"}, "divisor of dp_shard 4"),
+        ({"checkpointing": "budget:1"}, "weighs a step on one GPU"),
+        ({"cpu_offload": True}, "not predicted yet"),
+    ],
+)
+def test_refused(tiny, options, says):
+    with pytest.raises(InputError, match=says):
+        tiny(dp_shard=4, **options)
