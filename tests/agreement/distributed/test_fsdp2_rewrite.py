@@ -25,8 +25,8 @@ from tests.agreement.distributed.test_real_ranks import foreach_adamw
 from tests.agreement.families import FAMILIES
 
 _MODELS = {
-    "llama": (cases.llama, batch),
-    "gpt2": (cases.gpt2, batch),
+    "uneven llama": (cases.llama, batch),
+    "uneven gpt2": (cases.gpt2, batch),
     "lora": (cases.lora, batch),
     "checkpointing": (cases.checkpointed, batch),
 }
@@ -110,9 +110,9 @@ def assert_equal(ours, theirs):
 @pytest.mark.parametrize(
     "name, world_size, reshard, precision",
     [
-        ("llama", 1, None, "fp32"),
-        ("llama", 64, None, "bf16 reduced in fp32"),
-        ("gpt2", 3, False, "bf16"),
+        ("uneven llama", 1, None, "fp32"),
+        ("uneven llama", 64, None, "bf16 reduced in fp32"),
+        ("uneven gpt2", 3, False, "bf16"),
         ("lora", 8, True, "fp32"),
         ("checkpointing", 2, None, "bf16 reduced in fp32"),
     ],
@@ -140,14 +140,14 @@ def test_rewrite_equals_fully_shard_for_every_family(name, world_size, precision
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_rewrite_of_rewritten_checkpointing_equals_fully_shard_of_checkpointed_model(world_size):
-    graph = plain("llama", "bfloat16")
+    graph = plain("uneven llama", "bfloat16")
     liveness = checkpointed(graph, regions_of(graph, graph.block_names))
     case = (world_size, world_size - 1, None, "bfloat16", "float32")
     assert rewritten(graph, liveness, *case).phases() == oracle("checkpointing", *case).phases()
 
 
 def test_shards_of_all_ranks_are_the_parameters_and_their_padding():
-    graph = plain("llama", None)
+    graph = plain("uneven llama", None)
     whole = sum(size for size, kind in zip(graph.nbytes, graph.category) if kind == Category.PARAMETER)
     for world_size in (2, 3, 5):
         held = padding = 0
@@ -162,18 +162,18 @@ def test_shards_of_all_ranks_are_the_parameters_and_their_padding():
 
 
 def test_what_is_not_rewritten_is_refused():
-    graph = plain("llama", None)
+    graph = plain("uneven llama", None)
     liveness, units = graph.liveness(), graph.block_names
     with pytest.raises(InputError, match="rank 2 is not one of 2"):
         sharded(liveness, graph, units, Sharding(world_size=2, rank=2))
-    with pytest.raises(InputError, match="no module 'model.layers.9'"):
+    with pytest.raises(InputError, match="no module"):
         sharded(liveness, graph, ["model.layers.9"], Sharding(world_size=2, rank=0))
-    accumulated = plain("llama", None, loop=TrainingLoop(grad_accum=2))
+    accumulated = plain("uneven llama", None, loop=TrainingLoop(grad_accum=2))
     with pytest.raises(InputError, match="called more than once"):
         sharded(accumulated.liveness(), accumulated, units, Sharding(world_size=2, rank=0))
-    clipped = plain("llama", None, loop=TrainingLoop(max_grad_norm=1.0))
+    clipped = plain("uneven llama", None, loop=TrainingLoop(max_grad_norm=1.0))
     with pytest.raises(InputError, match="like no parameter"):
         sharded(clipped.liveness(), clipped, units, Sharding(world_size=2, rank=0))
-    tied = plain("gpt2", None)
+    tied = plain("uneven gpt2", None)
     with pytest.raises(InputError, match="in the same one"):
         sharded(tied.liveness(), tied, ["transformer.wte", *tied.block_names], Sharding(world_size=2, rank=0))
