@@ -3,9 +3,9 @@
 What it changes: a unit's parameters become shards, gathered before its forward and its backward and freed after them;
 its gradients are reduce-scattered into one buffer after its backward; the optimizer's states and temporaries are those
 of the shards.
-Where each byte comes from: activations, temporaries and their lifetimes are those of the trace; buffers and the order of
-events are those of `fully_shard`, which the oracle (strategies/parallel/fsdp2.py, the real library on the phantom GPU)
-runs: equal live bytes at the end of every phase, after every unit's forward and backward, and at the peaks.
+Where each byte comes from: activations, temporaries and their lifetimes are those of the trace; buffers and the order
+of events are those of `fully_shard`, which the oracle (strategies/parallel/fsdp2.py, the real library on the phantom
+GPU) runs: equal live bytes at every operation of the model, at the end of every phase, and at the peaks.
 Not modelled, and refused: HSDP, resharding to fewer ranks, CPU offload, gradient accumulation, units that are called
 more than once or not at all, optimizers whose storages are not of the parameters' shapes, gradient clipping.
 Sources: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (unshard, wait_for_unshard, reshard, post_backward,
@@ -17,9 +17,10 @@ Note [Mixed precision]
     dtype; shards and optimizer are of `orig_dtype`, gradients are reduced in `reduce_dtype` (None: in param_dtype).
 
 Note [Two buffers in forward]
-    In forward the buffer of an all-gather is kept until the next unit has copied... its own out: until then the copy-in
-    of that one may overlap. In backward it is freed at once, but the next unit's gather is issued before this unit's
-    backward runs.
+    In forward the buffer of an all-gather is kept until the next unit has copied out its own: FSDPCommContext keeps it
+    so that copying out can overlap with the next gather, and wait_for_unshard's local variable holds it to its return.
+    So both buffers and the next unit's parameters are there at once. In backward a buffer is freed after its copy-out,
+    but the next unit's gather is issued before this unit's backward runs.
 """
 
 from __future__ import annotations
@@ -101,8 +102,7 @@ class Unit:
     gathered: int | None = None  # the all-gather's buffer, before the copy-out
     pending: bool = False  # an all-gather was issued that nobody waited for
     was_gathered: bool = False
-    position: list[int] = field(default_factory=list)
-    done: bool = False
+    place: int = -1  # in the order of forwards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -382,14 +382,13 @@ class _Timeline:
     def _pre_forward(self, unit: Unit) -> None:
         if unit.is_root:
             self._order.clear()
-        unit.position.clear() if unit.is_root else None
         self._unshard(unit)
         self._wait(unit, in_forward=True)
 
     def _post_forward(self, unit: Unit) -> None:
         if unit.reshards:
             self._reshard(unit)
-        unit.position.append(len(self._order))
+        unit.place = len(self._order)
         self._order.append(unit)
         if unit.is_root:
             self._free_kept()
@@ -397,9 +396,8 @@ class _Timeline:
     def _pre_backward(self, unit: Unit) -> None:
         self._unshard(unit)
         self._wait(unit, in_forward=False)
-        place = unit.position.pop()
-        if place > 0:
-            self._unshard(self._order[place - 1])
+        if unit.place > 0:
+            self._unshard(self._order[unit.place - 1])
 
     def _post_backward(self, unit: Unit) -> None:
         self._reshard(unit)
@@ -418,14 +416,11 @@ class _Timeline:
             self._deaths[row] = self._now
         output = self._allocate("aten.empty.memory_format", total // world * reduced, Category.GRADIENT)
         self._run("c10d._reduce_scatter_base_.default")
-        if self._reduced_differs(trainable[0], reduced):
+        if original != reduced:
             cast = self._allocate("aten._to_copy.default", total // world * original, Category.GRADIENT)
             self._free(output)
             output = cast
         self._ends.append((output, gradients))
-
-    def _reduced_differs(self, parameter: Parameter, reduced: int) -> bool:
-        return self._original(parameter) != reduced
 
     def _finish_backward(self, unit: Unit) -> None:
         self._free_reduced()
@@ -457,8 +452,6 @@ class _Timeline:
         if not unit.pending:
             return
         unit.pending = False
-        if in_forward:
-            self._free_kept()
         world = self._sharding.world_size
         name = "storage.resize_" if unit.was_gathered else "aten.empty.memory_format"
         unit.was_gathered = True
@@ -482,6 +475,7 @@ class _Timeline:
             return
         self._run("fsdp.split_with_sizes_copy.default")
         if in_forward:
+            self._free_kept()
             self._kept_in_forward = unit.gathered
         else:
             self._free(unit.gathered)
@@ -540,8 +534,8 @@ class _Timeline:
         birth = plain.birth + np.searchsorted(at, plain.birth, side="right")
         death = plain.death + np.searchsorted(at, plain.death, side="left")
         nbytes = plain.nbytes.copy()
-        for row, parameter in self._resized_rows():
-            nbytes[row] = parameter
+        for row, size in self._resized_rows():
+            nbytes[row] = size
         for new, gradients in self._ends:
             self._rows[new][1] = int(max(death[row] for row in gradients))
         for row, when in self._deaths.items():
@@ -560,14 +554,8 @@ class _Timeline:
         for unit in self._plan.units:
             for parameter in unit.parameters:
                 yield parameter.row, parameter.padded_numel(world) * self._original(parameter)
-        rows = self._plain_rows()
         for row, parameter in self._plan.optimizer_rows.items():
-            for copy in rows(row):
-                yield copy, parameter.local_numel(world, rank) * self._original(parameter)
-
-    def _plain_rows(self):
-        # Rewrites append rows; those of the trace keep their places.
-        return lambda row: (row,)
+            yield row, parameter.local_numel(world, rank) * self._original(parameter)
 
     def _with_operations(self, at: np.ndarray) -> Liveness:
         plain = self._plain
