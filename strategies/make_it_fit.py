@@ -350,9 +350,13 @@ class _Floor:
         self._room = gpu.usable_bytes - rank.overheads.low_bytes
 
     def allows(self, changes: Sequence[Change]) -> bool:
+        return self.least(changes) <= self._room
+
+    def least(self, changes: Sequence[Change]) -> float:
+        """Bytes of model states that are left with these changes, at least."""
         least = 0.0
         for position, nbytes in enumerate(self._states):
             for change in changes:
                 nbytes *= change.leaves[position]
             least += nbytes
-        return least <= self._room
+        return least

@@ -10,7 +10,7 @@ from unittest import mock
 
 from metapeak.reports.cli import main
 
-VARIABLES = {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "COLUMNS": "140"}
+VARIABLES = {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "COLUMNS": "140", "METAPEAK_CACHE": "off"}
 
 
 def in_a_process(*arguments, cwd=None, **environment):
