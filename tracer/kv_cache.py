@@ -9,8 +9,8 @@ Note [How a layer is measured]
 
 Note [Storages of sliding layers]
     transformers keeps the last `sliding_window - 1` tokens as a view into keys and values of one forward: after
-    decoding a token the storage holds `min(tokens, sliding_window)` tokens, after a long prefill all of them until the next
-    token. What is counted here is the state between two decoded tokens.
+    decoding a token the storage holds `min(tokens, sliding_window)` tokens, after a long prefill all of them until the
+    next token. What is counted here is the state between two decoded tokens.
 """
 
 from __future__ import annotations

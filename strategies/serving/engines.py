@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from metapeak.strategies.serving.formats import KV_DTYPES
 from metapeak.tracer.device.overheads import Overhead
@@ -70,8 +70,10 @@ class Request:
 class Engine:
     """Base of the engines: `quantizations` and `kv_dtypes` that it knows, the attention that it runs, its version here.
 
-    `plain_dtypes`: whether float32 checkpoints are served in 16 bits unless told otherwise. `flash`: whether attention
-    runs in kernels that never write the score matrix.
+    `casts_float32`: whether float32 checkpoints are served in 16 bits unless told otherwise. `flash`: whether attention
+    runs in kernels that never write the score matrix. `own_layers`: whether it has model classes of its own, with
+    projections merged, the vocabulary padded and rotary tables computed beforehand, and prints weights as the caching
+    allocator counts them (see weights.py). `samples`: whether the profile run samples.
     """
 
     name: str
@@ -83,8 +85,7 @@ class Engine:
     parallel: bool = True
     needs_bf16_card: bool = True
     samples: bool = True
-    pads_vocabulary: bool = False
-    whole_cache: bool = field(default=False)
+    own_layers: bool = False
 
     def settings(self, request: Request, gpu: Gpu) -> EngineSettings:
         raise NotImplementedError
@@ -143,5 +144,4 @@ def find_engine(name: str) -> Engine:
 
 def total_of(items: Sequence[Overhead]) -> tuple[int, int, int]:
     """(least, expected, most) bytes."""
-    low, high = sum(item.low_bytes for item in items), sum(item.high_bytes for item in items)
-    return low, (low + high) // 2, high
+    return tuple(sum(getattr(item, name) for item in items) for name in ("low_bytes", "expected_bytes", "high_bytes"))

@@ -69,14 +69,17 @@ class ServingSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingRank:
-    """The rank with the least room: its place, weights, cache layout and what is left for the cache, all in bytes.
+    """A rank of a stage: its place, weights, cache layout and what is left for the cache, all in bytes.
 
-    `kv_cache_range` is what the ranges of the charges leave: (least, most).
+    `weights_bytes` is what the engine prints (blocks of the caching allocator for those with layers of their own),
+    `weights_requested_bytes` the sum of the storages. `kv_cache_range` is what the ranges of the charges leave:
+    (least, most).
     """
 
     rank: int
     stage: int
     weights_bytes: int
+    weights_requested_bytes: int
     layout: CacheLayout
     charges: tuple[Overhead, ...]
     kv_cache_bytes: int
@@ -421,7 +424,14 @@ def _layout_notes(layout: CacheLayout) -> list[str]:
 
 
 def _ranks(module, weights, layout, engine, spec, settings, budget, activation, notes) -> tuple[ServingRank, ...]:
-    from metapeak.strategies.serving.weights import padded_vocabulary_bytes, plan_of, rank_bytes, stages_of
+    from metapeak.strategies.serving.weights import (
+        allocated_bytes,
+        padded_vocabulary_bytes,
+        plan_of,
+        rank_sizes,
+        rotary_tables,
+        stages_of,
+    )
 
     num_blocks = module.config.get_text_config(decoder=True).num_hidden_layers
     heads = max((layer.heads for layer in layout.layers), default=1)
@@ -429,13 +439,17 @@ def _ranks(module, weights, layout, engine, spec, settings, budget, activation, 
     plan, said = plan_of(module, weights) if spec.tp > 1 else ({}, None)
     if said:
         notes.append(said)
-    padding = -(-padded_vocabulary_bytes(module) // spec.tp) if engine.pads_vocabulary else 0
+    added = []
+    if engine.own_layers:
+        added = [("vocabulary padding", -(-padded_vocabulary_bytes(module) // spec.tp))]
+        added += [("rotary table", rows * size * module.dtype.itemsize) for rows, size in rotary_tables(module)]
     stages = stages_of(num_blocks, spec.pp)
     low, expected, high = total_of(budget.charges)
     found = []
     for stage, blocks in enumerate(stages):
-        nbytes = rank_bytes(weights, plan, tp=spec.tp, stage=stage, stages=stages, kv_heads=heads)
-        nbytes += padding if stage in (0, len(stages) - 1) else 0
+        sizes = rank_sizes(weights, plan, tp=spec.tp, stage=stage, stages=stages, kv_heads=heads) + added
+        requested = sum(size for _, size in sizes)
+        nbytes = allocated_bytes(sizes) if engine.own_layers else requested
         left = [
             _left(budget, nbytes, activation if budget.charges_activations else 0, charged, settings, layout)
             for charged in (high, expected, low)
@@ -445,6 +459,7 @@ def _ranks(module, weights, layout, engine, spec, settings, budget, activation, 
                 rank=stage * spec.tp,
                 stage=stage,
                 weights_bytes=nbytes,
+                weights_requested_bytes=requested,
                 layout=layout.on_ranks(spec.tp, None if spec.pp == 1 else blocks),
                 charges=budget.charges,
                 kv_cache_bytes=left[1],

@@ -4,7 +4,8 @@ What it changes: nothing; it is a rule for the budget.
 Where each byte comes from: the limit is gpu_memory_utilization of what torch sees of the card; charged are the weights,
 what libraries took beside the caching allocator while loading and profiling, the peak of one dummy forward of
 max_num_batched_tokens with the sampler over max_num_seqs, and since 0.21 an estimate of the CUDA graphs. Keys and
-values fill whole blocks; a layer with a sliding window of a model with other layers keeps the window and one prefill more.
+values fill whole blocks; a layer with a sliding window of a model with other layers keeps the window and one prefill
+more.
 Not modelled: padding of hybrid models' pages to one size, speculative decoding, LoRA slots, dummy multimodal inputs.
 Sources: vllm v1/worker/gpu_worker.py (determine_available_memory), v1/kv_cache_interface.py (page_size_bytes,
 SlidingWindowSpec.max_memory_usage_bytes), engine/arg_utils.py (get_batch_defaults), utils/mem_utils.py
@@ -24,10 +25,11 @@ from metapeak.tracer.kv_cache import CacheLayout
 V1 = (0, 8)
 # From here on an estimate of the CUDA graphs is deducted (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS, default 1).
 GRAPHS_DEDUCTED = (0, 21)
-# Keys and values sizes by group, sliding windows kept short: HybridKVCacheCoordinator.
-HYBRID_CACHE = (0, 9)
-# Top-k and top-p in a Triton kernel, without sorting the vocabulary; the version is where a log shows it (0.26).
-NO_SORT = (0, 26)
+# Top-k and top-p in a Triton kernel, without sorting the vocabulary: pull request 33538, merged in February 2026; the
+# release after it.
+NO_SORT = (0, 17)
+# Before, all that the card holds beside torch's own was charged, from here on what it grew by while loading.
+NON_TORCH_GROWTH = (0, 7)
 CHUNKED_DEFAULT_ABOVE = 32768
 _SERVER = "as `vllm serve` takes without the flag (engine/arg_utils.py, UsageContext.OPENAI_API_SERVER)"
 
@@ -39,18 +41,11 @@ _NON_TORCH = Overhead(
     source="kernels and handles loaded while profiling, beyond the context that was there before: 0.03 GiB (0.7.3), "
     "0.07 (0.10.2), 0.08 (0.10.0), 0.16 (0.26), 0.25 (0.7.2 on two cards) in start-up logs",
 )
-_NON_TORCH_BEFORE_0_7 = Overhead(
-    name="non_torch",
-    low_bytes=300 * MIB,
-    high_bytes=1850 * MIB,
-    tag="assumed",
-    source="before 0.7 everything on the card beside torch's allocations counts, the context too: up to 1.79 GiB on "
-    "one H100 (pull request 10511)",
-)
 _GRAPHS_ESTIMATE = Overhead(
     name="cuda_graphs_estimate",
     low_bytes=round(0.5 * GIB),
     high_bytes=round(1.55 * GIB),
+    typical_bytes=round(0.58 * GIB),
     tag="assumed",
     source="deducted since 0.21: estimates of 0.52, 0.58 and 1.55 GiB in start-up logs; grows with the sizes captured",
 )
@@ -61,6 +56,18 @@ _GRAPHS_OUTSIDE = Overhead(
     tag="assumed",
     source="captured after the cache is there, outside the limit: 0.08 to 1.12 GiB in start-up logs",
 )
+
+
+def _everything_else(ranks: int) -> Overhead:
+    """Context, libraries and communicators of a rank before 0.7."""
+    return Overhead(
+        name="non_torch",
+        low_bytes=round(0.35 * GIB) * min(ranks, 2),
+        high_bytes=round(1.79 * GIB) * min(ranks, 2),
+        tag="assumed",
+        source="before 0.7 everything on the card beside torch's allocations is charged, context and NCCL too: "
+        "0.35 GiB on an RTX 3090 (issue 10517), 1.79 on one H100, 3.58 on each of two (pull request 10511)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +108,8 @@ class Vllm(Engine):
 
     def budget(self, request: Request, settings: EngineSettings, gpu: Gpu) -> Budget:
         version = request.version or self.version
-        charges = [_NON_TORCH if version >= (0, 7) else _NON_TORCH_BEFORE_0_7]
-        if request.tp * request.pp > 1:
+        charges = [_NON_TORCH if version >= NON_TORCH_GROWTH else _everything_else(request.tp * request.pp)]
+        if request.tp * request.pp > 1 and version >= NON_TORCH_GROWTH:
             groups = [size for size in (request.tp, request.pp) if size > 1]
             charges += [item for item in overheads(gpu, groups).items if item.name == "communicators"]
         deducted = request.cuda_graphs and version >= GRAPHS_DEDUCTED
@@ -142,5 +149,5 @@ VLLM = Vllm(
     version=(0, 26),
     quantizations=("nf4", "int8", "gptq4", "gptq8", "awq4", "fp8"),
     kv_dtypes=("bf16", "fp16", "fp32", "fp8"),
-    pads_vocabulary=True,
+    own_layers=True,
 )

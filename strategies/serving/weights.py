@@ -90,6 +90,44 @@ def padded_vocabulary_bytes(model: nn.Module) -> int:
     )
 
 
+def rotary_tables(model: nn.Module) -> list[tuple[int, ...]]:
+    """Shapes [positions, rotary size] of the tables of cosines and sines that an engine computes beforehand, one for
+    each distinct rotary embedding of the decoder. Source: vllm/model_executor/layers/rotary_embedding (cos_sin_cache in
+    the weights' dtype, get_rope's dictionary).
+    """
+    text = model.config.get_text_config(decoder=True)
+    positions = getattr(text, "max_position_embeddings", None)
+    found = {}
+    for path, module in model.named_modules():
+        if any(word in path for word in ("vision", "visual", "audio")):
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name.endswith("inv_freq") and not name.startswith("original"):
+                found[name, buffer.numel()] = (positions, 2 * buffer.numel())
+    return list(found.values()) if isinstance(positions, int) else []
+
+
+# Projections that engines keep as one matrix. Source: packed_modules_mapping of vllm's model classes.
+_MERGED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+
+
+def allocated_bytes(sizes: list[tuple[str, int]]) -> int:
+    """What torch.cuda.memory_allocated shows after storages of (module path, bytes) were made one by one, projections
+    of one module merged: blocks of the caching allocator.
+    """
+    from metapeak.tracer.device.address_space import InventedAddresses
+    from metapeak.tracer.device.allocator import CachingAllocator
+    from metapeak.tracer.device.allocator_config import DEFAULT_CONFIG
+
+    merged: dict[tuple[str, str], int] = {}
+    for number, (path, nbytes) in enumerate(sizes):
+        parent, _, last = path.rpartition(".")
+        key = (parent, _MERGED[last]) if last in _MERGED else (path, str(number))
+        merged[key] = merged.get(key, 0) + nbytes
+    allocator = CachingAllocator(DEFAULT_CONFIG, InventedAddresses())
+    return sum(allocator.malloc(nbytes).size for nbytes in merged.values() if nbytes)
+
+
 def stages_of(num_blocks: int, pp: int) -> list[range]:
     """The decoder's blocks of each pipeline stage, as vLLM cuts them.
 
@@ -104,12 +142,12 @@ def stages_of(num_blocks: int, pp: int) -> list[range]:
     return [range(start, start + size) for start, size in zip(starts, sizes)]
 
 
-def rank_bytes(
+def rank_sizes(
     weights: list[Weight], plan: dict[str, str], *, tp: int, stage: int, stages: list[range], kv_heads: int
-) -> int:
-    """Bytes on one rank of `tp` of a pipeline stage."""
+) -> list[tuple[str, int]]:
+    """(module, bytes) of every storage on one rank of `tp` of a pipeline stage."""
     first, last = stage == 0, stage == len(stages) - 1
-    total = 0
+    found = []
     for weight in weights:
         if weight.block is None:
             after = weight.kind == "head" or (weight.kind == "other" and len(weight.shape) == 1)
@@ -117,8 +155,8 @@ def rank_bytes(
         else:
             here = weight.block in stages[stage]
         if here:
-            total += -(-weight.nbytes // cuts(weight, plan, tp=tp, kv_heads=kv_heads))
-    return total
+            found.append((weight.module, -(-weight.nbytes // cuts(weight, plan, tp=tp, kv_heads=kv_heads))))
+    return found
 
 
 def cuts(weight: Weight, plan: dict[str, str], *, tp: int, kv_heads: int) -> int:

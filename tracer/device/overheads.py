@@ -24,13 +24,22 @@ _NVLS_CHANNEL_BYTES = 2 * 8 * 128 * 1024  # a head of a channel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overhead:
-    """One thing that takes device memory: bytes between `low` and `high`; `tag` is assumed or derived."""
+    """One thing that takes device memory: bytes between `low` and `high`; `tag` is assumed or derived.
+
+    `typical_bytes` is what most of the sources show, where that is not the middle of the range.
+    """
 
     name: str
     low_bytes: int
     high_bytes: int
     tag: str
     source: str
+    typical_bytes: int | None = None
+
+    @property
+    def expected_bytes(self) -> int:
+        """The typical bytes, else the middle of the range."""
+        return (self.low_bytes + self.high_bytes) // 2 if self.typical_bytes is None else self.typical_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
