@@ -4,6 +4,7 @@ from metapeak.strategies import simulate
 """
 
 from metapeak.strategies.base import Strategy
+from metapeak.strategies.checkpoint_policies import parse_policy
 from metapeak.strategies.compose import simulate
 from metapeak.strategies.frozen_base import FrozenBase
 from metapeak.strategies.gradient_checkpointing import (
@@ -11,7 +12,6 @@ from metapeak.strategies.gradient_checkpointing import (
     CheckpointModules,
     GradientCheckpointing,
     apply_checkpoint_plan,
-    parse_policy,
 )
 from metapeak.strategies.lora import LoRA
 from metapeak.strategies.request import simulate_options

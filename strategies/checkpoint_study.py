@@ -10,13 +10,9 @@ import numpy as np
 
 from metapeak.strategies.base import Strategy
 from metapeak.strategies.checkpoint_planner import least_peak, least_recompute
-from metapeak.strategies.checkpoint_table import CheckpointTable, checkpoint_table
-from metapeak.strategies.compose import simulate
-from metapeak.strategies.gradient_checkpointing import (
-    CheckpointModules,
+from metapeak.strategies.checkpoint_policies import (
     EveryBlock,
     EveryNth,
-    GradientCheckpointing,
     Nothing,
     Offload,
     Policy,
@@ -25,7 +21,11 @@ from metapeak.strategies.gradient_checkpointing import (
     policy_plan,
     policy_regions,
 )
-from metapeak.strategies.recompute import Region, checkpointed, regions_of
+from metapeak.strategies.checkpoint_table import CheckpointTable, checkpoint_table
+from metapeak.strategies.compose import simulate
+from metapeak.strategies.gradient_checkpointing import CheckpointModules, GradientCheckpointing
+from metapeak.strategies.recompute import checkpointed
+from metapeak.strategies.regions import Region, regions_of
 from metapeak.tracer.device.allocator_config import DEFAULT_CONFIG, AllocatorConfig
 from metapeak.tracer.device.overheads import overheads
 from metapeak.tracer.errors import InputError

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from metapeak.strategies.recompute import Holds, Region, latest, recomputed
+from metapeak.strategies.recompute import Holds, latest, recomputed
+from metapeak.strategies.regions import Region
 from metapeak.tracer.graph import StepGraph
 from metapeak.tracer.liveness import Liveness
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from metapeak.strategies.gradient_checkpointing import Nothing, Offload, parse_policy
+from metapeak.strategies.checkpoint_policies import Nothing, Offload, parse_policy
 from metapeak.strategies.request import gpu_of
 from metapeak.strategies.shared_trace import SharedTraces, trace_key
 from metapeak.tracer.device.overheads import overheads

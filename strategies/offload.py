@@ -17,7 +17,8 @@ from math import prod
 
 import numpy as np
 
-from metapeak.strategies.recompute import Holds, Region, latest, settle_categories
+from metapeak.strategies.recompute import Holds, latest, settle_categories
+from metapeak.strategies.regions import Region
 from metapeak.tracer.graph import StepGraph
 from metapeak.tracer.liveness import Category, Liveness
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from metapeak.strategies.base import NoOpStrategy, Strategy
-from metapeak.strategies.gradient_checkpointing import CheckpointEveryBlock, EveryBlock, GradientCheckpointing
+from metapeak.strategies.checkpoint_policies import EveryBlock
+from metapeak.strategies.gradient_checkpointing import CheckpointEveryBlock, GradientCheckpointing
 from metapeak.strategies.lora import LoRA
 from metapeak.strategies.loss import Loss
 from metapeak.strategies.quantization.strategy import Quantization

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from metapeak.strategies.base import Strategy
+from metapeak.strategies.checkpoint_policies import parse_policy
 from metapeak.strategies.compose import simulate
-from metapeak.strategies.gradient_checkpointing import parse_policy, strategy_for
+from metapeak.strategies.gradient_checkpointing import strategy_for
 from metapeak.strategies.kernels import Kernels
 from metapeak.strategies.loss import loss_strategy
 from metapeak.strategies.methods import method_strategies

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from metapeak.strategies.base import Strategy
+from metapeak.strategies.checkpoint_policies import Nothing, Policy, parse_policy
 from metapeak.strategies.compose import simulate
-from metapeak.strategies.gradient_checkpointing import GradientCheckpointing, Nothing, Policy, parse_policy
+from metapeak.strategies.gradient_checkpointing import GradientCheckpointing
 from metapeak.strategies.request import allocator_of, gpu_of, model_spec, model_strategies, simulate_resolved, step_spec
 from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.simulation import Option, RankResult, Simulation, verdict_for

@@ -34,8 +34,8 @@ class Checkpointing:
         from metapeak.reports.checkpointing import print_study, study_record
         from metapeak.reports.options import resolve_options
         from metapeak.reports.progress import Progress
+        from metapeak.strategies.checkpoint_policies import Nothing, parse_policy
         from metapeak.strategies.checkpoint_study import study_checkpointing, verify
-        from metapeak.strategies.gradient_checkpointing import Nothing, parse_policy
         from metapeak.strategies.parallel.ranks import layout_of
         from metapeak.strategies.request import (
             allocator_of,

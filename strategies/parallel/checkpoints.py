@@ -13,12 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from metapeak.strategies.base import Strategy
-from metapeak.strategies.gradient_checkpointing import (
-    Budget,
-    CheckpointModules,
-    GradientCheckpointing,
-    policy_plan,
-)
+from metapeak.strategies.checkpoint_policies import Budget, policy_plan
+from metapeak.strategies.gradient_checkpointing import CheckpointModules, GradientCheckpointing
 from metapeak.strategies.parallel.layout import Layout
 from metapeak.tracer.errors import InputError
 

@@ -12,15 +12,11 @@ import transformers as hf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as draw
 
+from metapeak.strategies.checkpoint_policies import parse_policy, policy_liveness, policy_plan, policy_regions
 from metapeak.strategies.checkpoint_table import checkpoint_table
-from metapeak.strategies.gradient_checkpointing import (
-    apply_checkpoint_plan,
-    parse_policy,
-    policy_liveness,
-    policy_plan,
-    policy_regions,
-)
-from metapeak.strategies.recompute import checkpointed, regions_of
+from metapeak.strategies.gradient_checkpointing import apply_checkpoint_plan
+from metapeak.strategies.recompute import checkpointed
+from metapeak.strategies.regions import regions_of
 from metapeak.tracer.capture import record_training_step
 from metapeak.tracer.training_loop import TrainingLoop
 from tests.agreement.families import _TEXT, FAMILIES, Family

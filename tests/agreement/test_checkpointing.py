@@ -11,16 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as draw
 
 from metapeak.strategies.checkpoint_planner import least_peak, least_recompute
+from metapeak.strategies.checkpoint_policies import parse_policy, policy_liveness, policy_plan
 from metapeak.strategies.checkpoint_study import saved_bytes
 from metapeak.strategies.checkpoint_table import checkpoint_table
-from metapeak.strategies.gradient_checkpointing import (
-    CheckpointEveryBlock,
-    apply_checkpoint_plan,
-    parse_policy,
-    policy_liveness,
-    policy_plan,
-)
-from metapeak.strategies.recompute import checkpointed, regions_of
+from metapeak.strategies.gradient_checkpointing import CheckpointEveryBlock, apply_checkpoint_plan
+from metapeak.strategies.recompute import checkpointed
+from metapeak.strategies.regions import regions_of
 from metapeak.tracer.capture import record_training_step
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.flops import operation_flops

@@ -9,8 +9,10 @@ import torch
 import transformers as hf
 
 from metapeak.strategies import CheckpointEveryBlock, FrozenBase, GradientCheckpointing, LoRA
-from metapeak.strategies.gradient_checkpointing import CheckpointModules, parse_policy
-from metapeak.strategies.recompute import checkpointed, regions_of
+from metapeak.strategies.checkpoint_policies import parse_policy
+from metapeak.strategies.gradient_checkpointing import CheckpointModules
+from metapeak.strategies.recompute import checkpointed
+from metapeak.strategies.regions import regions_of
 from metapeak.tracer.capture import record_training_step
 from tests.agreement.cpu_oracle import run_on_cpu
 from tests.agreement.families import FAMILIES, Family

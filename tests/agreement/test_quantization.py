@@ -13,10 +13,12 @@ import pytest
 import torch
 import transformers
 
-from metapeak.strategies.gradient_checkpointing import CheckpointEveryBlock, parse_policy
+from metapeak.strategies.checkpoint_policies import parse_policy
+from metapeak.strategies.gradient_checkpointing import CheckpointEveryBlock
 from metapeak.strategies.quantization import Quantization
 from metapeak.strategies.quantization.peft_door import quantised_bases
-from metapeak.strategies.recompute import checkpointed, regions_of
+from metapeak.strategies.recompute import checkpointed
+from metapeak.strategies.regions import regions_of
 from metapeak.tracer.capture import record_training_step
 from metapeak.tracer.liveness import Phase
 from tests.agreement.cpu_oracle import run_on_cpu

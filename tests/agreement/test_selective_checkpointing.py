@@ -9,19 +9,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as draw
 from torch import nn
 
-from metapeak.strategies.checkpoint_study import saved_bytes
-from metapeak.strategies.gradient_checkpointing import (
+from metapeak.strategies.checkpoint_policies import (
     MATMULS,
-    CheckpointModules,
-    GradientCheckpointing,
-    apply_checkpoint_plan,
     parse_policy,
     policy_plan,
     policy_regions,
     selective_regions,
+)
+from metapeak.strategies.checkpoint_study import saved_bytes
+from metapeak.strategies.gradient_checkpointing import (
+    CheckpointModules,
+    GradientCheckpointing,
+    apply_checkpoint_plan,
     strategy_for,
 )
-from metapeak.strategies.recompute import checkpointed, regions_of
+from metapeak.strategies.recompute import checkpointed
+from metapeak.strategies.regions import regions_of
 from metapeak.tracer.capture import record_training_step
 from metapeak.tracer.errors import InputError, TraceError
 from tests.agreement.families import FAMILIES

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from metapeak.strategies.checkpoint_planner import least_recompute
+from metapeak.strategies.checkpoint_policies import EveryBlock
 from metapeak.strategies.checkpoint_table import checkpoint_table
-from metapeak.strategies.gradient_checkpointing import EveryBlock
-from metapeak.strategies.recompute import checkpointed, regions_of
+from metapeak.strategies.recompute import checkpointed
+from metapeak.strategies.regions import regions_of
 from metapeak.tracer import ModelSpec, StepSpec, build_model, make_batch, record_training_step, resolve_model
 from metapeak.tracer.flops import operation_flops
 

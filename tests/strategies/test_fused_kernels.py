@@ -9,7 +9,8 @@ import transformers as hf
 from transformers.models.llama import modeling_llama
 
 from metapeak.strategies import simulate_options
-from metapeak.strategies.gradient_checkpointing import parse_policy, strategy_for
+from metapeak.strategies.checkpoint_policies import parse_policy
+from metapeak.strategies.gradient_checkpointing import strategy_for
 from metapeak.strategies.kernels import KERNELS, Kernels
 from metapeak.strategies.lora import LoRA
 from metapeak.strategies.loss import loss_strategy

@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
+from metapeak.strategies.checkpoint_policies import parse_policy
 from metapeak.strategies.gradient_checkpointing import (
     CheckpointEveryBlock,
     GradientCheckpointing,
     apply_checkpoint_plan,
-    parse_policy,
 )
 from metapeak.tracer.blocks import block_names
 from metapeak.tracer.capture import record_training_step

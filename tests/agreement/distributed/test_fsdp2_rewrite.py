@@ -13,7 +13,8 @@ import torch
 from metapeak.strategies.parallel.fsdp2 import FSDP2
 from metapeak.strategies.parallel.fsdp2_rewrite import Sharding, sharded
 from metapeak.strategies.parallel.layout import Layout
-from metapeak.strategies.recompute import checkpointed, regions_of
+from metapeak.strategies.recompute import checkpointed
+from metapeak.strategies.regions import regions_of
 from metapeak.tracer.capture import record_training_step
 from metapeak.tracer.distributed import one_rank_of
 from metapeak.tracer.errors import InputError
