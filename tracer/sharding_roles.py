@@ -37,11 +37,14 @@ def roles_of_collectives(graph: StepGraph) -> dict[int, Category]:
     Gathered parameters and gradients before their reduction are noted as the graph's `unsharded`.
     """
     roles: dict[int, Category] = {}
+    shared = [name.startswith(("fsdp.", "c10d.")) for name in graph.op_names]
+    if not any(shared):
+        return roles
     made_by = _results(graph)
-    for node in range(graph.num_ops):
-        name = graph.op_names[graph.op[node]]
-        if not name.startswith(("fsdp.", "c10d.")):
+    for node, op in enumerate(graph.op):
+        if not shared[op]:
             continue
+        name = graph.op_names[op]
         for row, category in _roles(graph, node, name, made_by):
             roles.setdefault(row, category)
             if category in (Category.PARAMETER, Category.GRADIENT):
@@ -52,10 +55,13 @@ def roles_of_collectives(graph: StepGraph) -> dict[int, Category]:
 
 
 def _results(graph: StepGraph) -> dict[int, list[int]]:
-    """Storages of the results of each operation that has any."""
+    """Storages of the results of each operation that packs what is gathered."""
+    packs = [name.startswith("fsdp.all_gather_copy_in") for name in graph.op_names]
     made: dict[int, list[int]] = {}
-    for value, node in enumerate(graph.value_node):
-        made.setdefault(node, []).append(graph.value_storage[value])
+    if any(packs):
+        for value, node in enumerate(graph.value_node):
+            if packs[graph.op[node]]:
+                made.setdefault(node, []).append(graph.value_storage[value])
     return made
 
 

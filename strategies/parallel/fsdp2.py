@@ -80,7 +80,7 @@ class FSDP2(NoOpStrategy):
         policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=self.cast_forward_inputs)
         options: dict[str, Any] = {"mesh": data_parallel_mesh(self.layout), "mp_policy": policy}
         options["ignored_params"] = unshardable(module)
-        with _empty_chunks_alike():
+        with _one_chunk_made():
             for unit in units_of(module, self.wrap):
                 parts = [module.get_submodule(name) for name in unit.modules]
                 reshard = self._reshard_unit() if unit.reshard is None else unit.reshard
@@ -101,17 +101,27 @@ def unshardable(module: torch.nn.Module) -> set[torch.Tensor]:
     return {parameter for parameter in module.parameters() if not parameter.is_floating_point()}
 
 
+class _Chunks:
+    """The chunks of a tensor, each made when it is asked for; those of the last ranks may be empty."""
+
+    def __init__(self, tensor: torch.Tensor, count: int, dim: int):
+        self._tensor, self._count, self._dim = tensor, count, dim
+
+    def __getitem__(self, rank: int) -> torch.Tensor:
+        size = self._tensor.shape[self._dim]
+        rows = -(-size // self._count)
+        begin = rank * rows
+        if begin >= size > 0:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, begin, min(rows, size - begin))
+
+
 @contextlib.contextmanager
-def _empty_chunks_alike() -> Iterator[None]:
-    """One empty tensor stands for the chunks of all ranks that get nothing: a world of 4,096 has many."""
-    import torch
-
-    def chunks_with_empty(tensor, num_chunks, dim):
-        chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
-        missing = num_chunks - len(chunks)
-        return chunks + [chunks[0].new_empty(0)] * missing if missing else chunks
-
-    with mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", chunks_with_empty):
+def _one_chunk_made() -> Iterator[None]:
+    """`fully_shard` cuts every parameter into the shards of all ranks and keeps its own: of 4,096, the others are not
+    made here.
+    """
+    with mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", _Chunks):
         yield
 
 
