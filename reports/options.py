@@ -13,8 +13,57 @@ from metapeak.tracer.errors import InputError
 from metapeak.tracer.simulation import Option
 
 
-def add_to_parser(parser: argparse.ArgumentParser, settings: Sequence[Setting] = SETTINGS) -> None:
-    """Add a flag for every setting, and --config."""
+class Several(tuple):
+    """Values of one option that were given together, in order: a sweep."""
+
+
+# Options whose one value may hold commas: several are separated by semicolons. So are the lists (with `parse`).
+_WITH_COMMAS = frozenset({"optimizer_args", "allocator_config"})
+
+
+def values_of(setting: Setting, text: str) -> Any:
+    """The value of a text on the command line, or Several. Raises ValueError for one that is not of the setting's type.
+
+    Several values have commas between them, or semicolons where one may hold commas itself.
+    """
+    if ";" in text:
+        parts = text.split(";")
+    elif setting.parse is not None or setting.name in _WITH_COMMAS:
+        parts = [text]
+    else:
+        parts = _policies(text) if setting.name == "checkpointing" else text.split(",")
+    values = [setting.kind(part.strip()) for part in parts]
+    return values[0] if len(values) == 1 else Several(dict.fromkeys(values))
+
+
+def _policies(text: str) -> list[str]:
+    """Policies with commas between them; one policy with commas in it (layers:0-3,7) is whole."""
+    from metapeak.strategies.gradient_checkpointing import parse_policy
+
+    parts = text.split(",")
+    try:
+        for part in parts:
+            parse_policy(part.strip())
+    except InputError:
+        return [text]
+    return parts
+
+
+def swept_options(arguments: argparse.Namespace) -> dict[str, Several]:
+    """The options that were given several values."""
+    given = {setting.name: getattr(arguments, setting.name) for setting in SETTINGS}
+    return {name: value for name, value in given.items() if isinstance(value, Several)}
+
+
+def options_of_point(arguments: argparse.Namespace, values: Mapping[str, Any]) -> dict[str, Option]:
+    """The resolved options of one combination of a sweep's values. Raises as `resolve_options`."""
+    return resolve_options(argparse.Namespace(**{**vars(arguments), **values}))
+
+
+def add_to_parser(
+    parser: argparse.ArgumentParser, settings: Sequence[Setting] = SETTINGS, *, several: bool = False
+) -> None:
+    """Add a flag for every setting, and --config. `several`: a flag takes several values."""
     group = parser.add_argument_group("step, strategies and device" if settings is SETTINGS else "engine and device")
     for setting in settings:
         if setting.kind is bool:
@@ -22,8 +71,17 @@ def add_to_parser(parser: argparse.ArgumentParser, settings: Sequence[Setting] =
             continue
         text = setting.help + (f" ({', '.join(setting.choices)})" if setting.choices else "")
         metavar = "NAME[,NAME]" if setting.parse else {int: "N", float: "X", str: "NAME"}[setting.kind]
-        group.add_argument(setting.flag, type=setting.kind, default=None, metavar=metavar, help=text)
+        kind = _several_of(setting) if several else setting.kind
+        group.add_argument(setting.flag, type=kind, default=None, metavar=metavar, help=text)
     group.add_argument("--config", default=None, metavar="FILE", help="a YAML or JSON file of the same names")
+
+
+def _several_of(setting: Setting):
+    def read(text: str) -> Any:
+        return values_of(setting, text)
+
+    read.__name__ = setting.kind.__name__  # what argparse calls a value that is of another type
+    return read
 
 
 def resolve_options(arguments: argparse.Namespace, settings: Sequence[Setting] = SETTINGS) -> dict[str, Option]:

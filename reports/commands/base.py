@@ -38,12 +38,12 @@ def make_console():
     return console if console.is_terminal or "COLUMNS" in os.environ else ReportConsole(highlight=False, width=140)
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL and every option of an estimate."""
+def add_model(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Add MODEL and every option of an estimate; `several`: which may have several values."""
     from metapeak.reports.options import add_to_parser
 
     parser.add_argument("model", metavar="MODEL", help="Hugging Face id, folder, config.json or file.py:function")
-    add_to_parser(parser)
+    add_to_parser(parser, several=several)
 
 
 def add_json(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

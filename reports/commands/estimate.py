@@ -16,6 +16,7 @@ from metapeak.reports.commands.base import (
     quiet_transformers,
     warn,
 )
+from metapeak.reports.commands.sweep import add_sweep, is_sweep, run_largest, run_sweep
 from metapeak.tracer.errors import InputError
 
 
@@ -28,12 +29,13 @@ class Estimate:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         from metapeak.reports.outputs import add_outputs
 
-        add_model(parser)
+        add_model(parser, several=True)
         output = parser.add_argument_group("output")
         add_outputs(output)
         output.add_argument("--chart", action="store_true", help="draw live bytes over the step in the terminal")
         add_suggestions(output)
         add_cache(output)
+        add_sweep(parser)
         output.add_argument(
             "--require-fit", action="store_true", help="exit with 3 if it does not fit, 4 if it is borderline"
         )
@@ -47,6 +49,10 @@ class Estimate:
         from metapeak.tracer.simulation import Verdict
 
         quiet_transformers()
+        if is_sweep(arguments):
+            return run_sweep(arguments)
+        if arguments.largest is not None:
+            return run_largest(arguments)
         options = resolve_options(arguments)
         if arguments.require_fit and gpu_of(options) is None:
             raise InputError("--require-fit needs --gpu or --gpu-memory to fit into.")

@@ -1,0 +1,81 @@
+"""The search for the largest value, on every threshold there is, with a made-up simulation."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from metapeak.strategies import sweep
+from metapeak.strategies.sweep import combinations, largest_that_fits
+from metapeak.tracer.errors import InputError
+from metapeak.tracer.simulation import Verdict
+
+ROOM = 10_000
+
+
+def searched(monkeypatch, needs, limit=None):
+    """The search on a job that needs `needs(value)` bytes of ROOM."""
+    monkeypatch.setattr(sweep, "without_graph", lambda simulation: simulation)
+    asked = []
+
+    def at(value):
+        asked.append(value)
+        if limit is not None and value > limit:
+            raise InputError(f"at most {limit}")
+        verdict = Verdict.FITS if needs(value) <= ROOM else Verdict.DOES_NOT_FIT
+        fit = SimpleNamespace(verdict=verdict, device_range=(0, needs(value)), gpu=SimpleNamespace(usable_bytes=ROOM))
+        return SimpleNamespace(value=value, fit=fit)
+
+    found = largest_that_fits("batch_size", at)
+    assert len({*asked}) == len(asked), "a value is simulated once"
+    return found, asked
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        lambda n: 100 + 7 * n,
+        lambda n: 9_999 + n,
+        lambda n: 3 * n * n,
+        lambda n: 500 * (n // 37) + 10,
+        lambda n: 2 * n + (8_000 if n > 500 else 0),
+        lambda n: max(9_000, 11 * n),
+        lambda n: 1 + n // 1000,
+    ],
+    ids=["affine", "one", "quadratic", "steps", "jump", "flat first", "huge"],
+)
+def test_the_value_fits_and_the_next_does_not(monkeypatch, needs):
+    truth = next(n for n in range(1, 10**8, 1) if needs(n + 1) > ROOM) if needs(10**7) > ROOM else 0
+    found, asked = searched(monkeypatch, needs)
+    assert found.value == truth and found.simulation.value == truth and found.beyond.value == truth + 1
+    assert found.tried[truth] and not found.tried[truth + 1]
+    assert len(asked) <= 40
+
+
+def test_affine_needs_few_simulations(monkeypatch):
+    found, asked = searched(monkeypatch, lambda n: 100 + 7 * n)
+    assert found.value == 1414 and len(asked) <= 6
+
+
+def test_nothing_fits(monkeypatch):
+    found, asked = searched(monkeypatch, lambda n: ROOM + n)
+    assert (found.value, asked, found.beyond) == (0, [1], None)
+
+
+def test_a_refused_value_is_the_end(monkeypatch):
+    found, asked = searched(monkeypatch, lambda n: 100 + n // 10, limit=777)
+    assert found.value == 777 and found.refused == "at most 777" and found.beyond is None
+    assert len(asked) < 25
+
+
+def test_what_is_refused_at_one_is_raised(monkeypatch):
+    with pytest.raises(InputError, match="at most 0"):
+        searched(monkeypatch, lambda n: n, limit=0)
+
+
+def test_combinations():
+    assert combinations({"a": (1, 2), "b": ("x", "y")}) == [
+        {"a": 1, "b": "x"},
+        {"a": 1, "b": "y"},
+        {"a": 2, "b": "x"},
+        {"a": 2, "b": "y"},
+    ]
