@@ -60,7 +60,8 @@ _SPELLINGS = {
 class Gpu:
     """One accelerator. `usable_bytes` is what torch can use of it, `usable_from` says where that number is from.
 
-    `bandwidth_bytes` a second of its memory, `dense_flops` a second by dtype (fp16, bf16, fp8), as data sheets have it.
+    `bandwidth_bytes` a second of its memory, `dense_flops` a second by dtype (fp16, bf16, fp8), as data sheets have
+    it; `has_fast_link` is False for cards that reach each other over PCIe only.
     """
 
     id: str
@@ -76,6 +77,7 @@ class Gpu:
     multiprocessors: int | None = None
     supports_fp8: bool = False
     bandwidth_bytes: int | None = None
+    has_fast_link: bool = True
     dense_flops: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -153,6 +155,7 @@ def _gpu(entry: dict) -> Gpu:
         supports_bf16=bool(entry["supports"]["bf16"]),
         supports_fp8=bool(entry["supports"]["fp8"]),
         bandwidth_bytes=round(entry["memory_bandwidth_gb_s"] * 10**9) if entry["memory_bandwidth_gb_s"] else None,
+        has_fast_link=bool(entry["link_gb_s_per_gpu_bidirectional"]),
         dense_flops={
             name: entry["dense_tflops"][name] * 1e12
             for name in ("fp16", "bf16", "fp8")

@@ -14,7 +14,7 @@ SlidingWindowSpec.max_memory_usage_bytes), engine/arg_utils.py (get_batch_defaul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from metapeak.strategies.serving.engines import GIB, Budget, Engine, EngineSettings, Request
 from metapeak.tracer.device.overheads import MIB, Overhead, overheads
@@ -111,7 +111,11 @@ class Vllm(Engine):
         charges = [_NON_TORCH if version >= NON_TORCH_GROWTH else _everything_else(request.tp * request.pp)]
         if request.tp * request.pp > 1 and version >= NON_TORCH_GROWTH:
             groups = [size for size in (request.tp, request.pp) if size > 1]
-            charges += [item for item in overheads(gpu, groups).items if item.name == "communicators"]
+            charges += [
+                item if gpu.has_fast_link else replace(item, typical_bytes=item.low_bytes)  # few channels over PCIe
+                for item in overheads(gpu, groups).items
+                if item.name == "communicators"
+            ]
         deducted = request.cuda_graphs and version >= GRAPHS_DEDUCTED
         if deducted:
             charges.append(_GRAPHS_ESTIMATE)
