@@ -50,13 +50,14 @@ def test_readme_has_the_two_commands_that_set_all_up():
 def test_readme_python_runs(tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert len(blocks) == 4
-    job, api, apply = blocks
+    job, api, by_name, apply = blocks
     path = tmp_path / "mine.py"
     path.write_text(job)
     from metapeak.strategies import simulate
 
     assert simulate(f"{path}:job").model.parameters == 1024 * 4096 + 4096 + 4096 * 10 + 10
     exec(compile(api.replace("Qwen/Qwen3-8B", "openai-community/gpt2").replace("4096", "64"), "README", "exec"), {})
+    exec(compile(by_name.replace("256", "16"), "README", "exec"), {})
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     before = model[0].forward
     (tmp_path / "plan.json").write_text('{"checkpointed": ["0"]}')
