@@ -46,13 +46,11 @@ class DDP(NoOpStrategy):
         return wrapped
 
 
-def _reduced(state, bucket):
-    """The all-reduce of a bucket, in place as NCCL does it; the process group without peers gives no result.
-
-    Without annotations: DDP compares them with classes, and here they would be strings.
-    """
+def _reduced(state, bucket):  # torch looks at the annotations of a hook, if it has any
+    """The all-reduce of a bucket, in place as NCCL does it; the process group without peers gives no result."""
     import torch
 
+    torch.distributed.all_reduce(bucket.buffer())
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
