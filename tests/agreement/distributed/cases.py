@@ -79,16 +79,12 @@ def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`technique` is fsdp2, fsdp1, ddp or tp; `options` are its options in metapeak's words.
-
-    `peaks_differ`: the phases whose peak is not compared, with the mechanism that makes CPU and GPU differ there.
-    """
+    """`technique` is fsdp2, fsdp1, ddp or tp; `options` are its options in metapeak's words."""
 
     name: str
     technique: str
     build: Callable[[str], torch.nn.Module] = llama
     options: dict[str, Any] = field(default_factory=dict)
-    peaks_differ: dict[str, str] = field(default_factory=dict)
 
 
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}

@@ -21,7 +21,7 @@ _STRATEGIES = {
     "tp": lambda ranks, **options: TensorParallel(layout=Layout(tp=ranks), **options),
 }
 # One of each mechanism; the others, and four ranks, are slow.
-_DEFAULT = ("fsdp2", "fsdp2, bf16, checkpointing", "fsdp2, lora", "fsdp1", "ddp", "tp")
+_DEFAULT = ("fsdp2, bf16, checkpointing", "fsdp1", "ddp", "tp")
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +60,7 @@ def check(name, ranks, world_size):
         _, phases = predicted(case, world_size, rank)
         run = real[rank]
         assert {key: phase.end_bytes for key, phase in phases.items()} == run.ends, f"rank {rank}"
-        compared = [key for key in phases if key[1] not in case.peaks_differ]
-        assert {key: phases[key].peak_bytes for key in compared} == {key: run.peak(key) for key in compared}, (
+        assert {key: phase.peak_bytes for key, phase in phases.items()} == {key: run.peak(key) for key in phases}, (
             f"rank {rank}"
         )
 
