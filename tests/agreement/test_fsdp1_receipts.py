@@ -9,7 +9,6 @@ takes them from the parameters, and the flat parameter drops its own in the next
 
 import pytest
 
-from metapeak.reports.validation import kept_workspaces
 from metapeak.strategies import simulate_options
 
 # id -> micro-batch, max_memory_allocated, memory_allocated
@@ -28,4 +27,4 @@ def test_peak_and_steady_bytes(name):
     rank = simulate_options("mistralai/Mistral-7B-v0.1", {"batch_size": batch_size, "seq_len": 4096, **options}).worst
     assert abs(rank.allocated_bytes - peak) <= 1e-4 * peak
     if steady is not None:
-        assert abs(rank.steady_bytes + kept_workspaces(rank) - steady) <= 1e-4 * steady
+        assert abs(rank.reservation.allocated_end - steady) <= 1e-4 * steady
