@@ -256,12 +256,20 @@ def _fsdp2(model, reshard_after_forward=None, **dtypes):
 
 def _fsdp1(model, sharding="FULL_SHARD", use_orig_params=True, **dtypes):
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from torch.distributed.fsdp.wrap import CustomPolicy
 
+    units = {id(block) for block in blocks(model)}
+    if not all(parameter.requires_grad for parameter in model.parameters()):
+        # Trained leaves beside frozen ones are units of their own, as PEFT's fsdp_auto_wrap_policy has it.
+        units |= {
+            id(part)
+            for part in model.modules()
+            if not list(part.children()) and getattr(getattr(part, "weight", None), "requires_grad", False)
+        }
     return FullyShardedDataParallel(
         model,
         sharding_strategy=ShardingStrategy[sharding],
-        auto_wrap_policy=ModuleWrapPolicy({type(block) for block in blocks(model)}),
+        auto_wrap_policy=CustomPolicy(lambda part: id(part) in units),
         mixed_precision=MixedPrecision(**_dtypes(dtypes)) if dtypes else None,
         use_orig_params=use_orig_params,
         device_id=torch.device("cpu"),
