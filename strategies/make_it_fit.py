@@ -55,11 +55,11 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Suggestion:
-    """Changes that together make the step fit, its simulation, and what recompute they cost."""
+    """Changes that together make the step fit, its simulation, and what recompute they cost (None: not counted)."""
 
     changes: tuple[Change, ...]
     simulation: Simulation
-    extra_flops_percent: float = 0.0
+    extra_flops_percent: float | None = 0.0
 
     @property
     def name(self) -> str:
@@ -67,7 +67,7 @@ class Suggestion:
 
     @property
     def cost(self) -> float:
-        return sum(COSTS[change.kind] for change in self.changes) + self.extra_flops_percent / 100
+        return sum(COSTS[change.kind] for change in self.changes) + (self.extra_flops_percent or 0.0) / 100
 
     @property
     def device_bytes(self) -> int:
@@ -78,7 +78,8 @@ class Suggestion:
         """What each change costs, in words."""
         said = [change.costs for change in self.changes if change.kind != "recompute"]
         if any(change.kind == "recompute" for change in self.changes):
-            said.append(f"{self.extra_flops_percent:.0f} % more FLOPs")
+            percent = self.extra_flops_percent
+            said.append("recompute" if percent is None else f"{percent:.0f} % more FLOPs")
         return tuple(said)
 
 
@@ -312,7 +313,7 @@ class _Search:
             options |= {name: Option(value=value, origin=_ORIGIN) for name, value in change.options.items()}
         return options
 
-    def _percent(self, options: Mapping[str, Option]) -> float:
+    def _percent(self, options: Mapping[str, Option]) -> float | None:
         """FLOPs that these options recompute beyond those that the question's own policy does."""
         policy = parse_policy(options["checkpointing"].value)
         same = options["checkpointing"].value == self.options["checkpointing"].value

@@ -4,17 +4,18 @@ Checkpointing policies and the allocator's settings are applied after the trace:
 step is recorded once, with its saves, and rewritten. The rewrite equals the real checkpoints operation by operation
 (gradient_checkpointing.py); everything else is traced anew. A base that is partly frozen is recorded separately with
 and without checkpoints, because PEFT and transformers let gradients reach the blocks only where there are some. What
-several ranks do is never shared.
+several ranks do is never shared, nor are models of the user's own code or of other packages, which checkpoint in ways
+of their own, nor a policy that the model's own switch would refuse.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from metapeak.strategies.base import Strategy
-from metapeak.strategies.checkpoint_policies import Nothing, Policy, parse_policy
+from metapeak.strategies.checkpoint_policies import EveryBlock, Nothing, Policy, parse_policy
 from metapeak.strategies.compose import simulate
 from metapeak.strategies.gradient_checkpointing import GradientCheckpointing
 from metapeak.strategies.request import allocator_of, gpu_of, model_spec, model_strategies, simulate_resolved, step_spec
@@ -27,11 +28,23 @@ _AFTER_THE_TRACE = frozenset({"checkpointing", "allocator_config"})
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Recorded:
-    """A step recorded with its saves, and what answers come from it."""
+    """A step recorded with its saves. `can_checkpoint`: the model has a switch of its own for checkpoints."""
 
     simulation: Simulation
     strategies: tuple[Strategy, ...]
     workspaces: Any
+    can_checkpoint: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Carrier(GradientCheckpointing):
+    """No checkpoints yet: the step is recorded so that they can be put in, and the model is asked for its switch."""
+
+    seen: dict[str, bool] = field(default_factory=dict, compare=False)
+
+    def prepare(self, module):
+        self.seen["can_checkpoint"] = bool(getattr(module, "supports_gradient_checkpointing", False))
+        return GradientCheckpointing.prepare(self, module)
 
 
 class SharedTraces:
@@ -48,29 +61,35 @@ class SharedTraces:
     def simulate(self, options: Mapping[str, Option]) -> Simulation:
         """As `simulate_resolved` for resolved options. Raises what it raises."""
         policy = parse_policy(options["checkpointing"].value)
-        if _spreads(options):
-            self.traces += 1
-            return simulate_resolved(self.reference, options, progress=self.progress)
+        if ":" in self.reference or _spreads(options):
+            return self._alone(options)
         key = trace_key(options)
         if key != self._key:
             self._key = self._recorded = None  # let go of the old graph before the new one is made
             self._recorded = self._record(options)
             self._key = key
             self.traces += 1
+        if isinstance(policy, EveryBlock) and not self._recorded.can_checkpoint:
+            return self._alone(options)
         return self._answer(options, policy)
 
-    def extra_flops_percent(self, policy: Policy) -> float:
-        """FLOPs of a policy's recompute, in percent of the step recorded last."""
+    def extra_flops_percent(self, policy: Policy) -> float | None:
+        """FLOPs of a policy's recompute, in percent of the step recorded last; None for a step that is never shared."""
         from metapeak.strategies.checkpoint_study import extra_flops_percent
 
-        return extra_flops_percent(self._recorded.simulation.graph, policy)
+        return extra_flops_percent(self._recorded.simulation.graph, policy) if self._recorded is not None else None
+
+    def _alone(self, options: Mapping[str, Option]) -> Simulation:
+        self._key = self._recorded = None
+        self.traces += 1
+        return simulate_resolved(self.reference, options, progress=self.progress)
 
     def _record(self, options: Mapping[str, Option]) -> _Recorded:
         from metapeak.tracer.kernels import KernelWorkspaces, device_of
 
         strategies = tuple(model_strategies(options))
         gpu = gpu_of(options)
-        carrier = GradientCheckpointing(policy=Nothing())
+        carrier = _Carrier(policy=Nothing())
         simulation = simulate(
             model_spec(self.reference, options),
             step_spec(options),
@@ -81,7 +100,12 @@ class SharedTraces:
             progress=self.progress,
         )
         workspaces = KernelWorkspaces.of(simulation.graph, device_of(gpu))
-        return _Recorded(simulation=simulation, strategies=strategies, workspaces=workspaces)
+        return _Recorded(
+            simulation=simulation,
+            strategies=strategies,
+            workspaces=workspaces,
+            can_checkpoint=carrier.seen.get("can_checkpoint", False),
+        )
 
     def _answer(self, options: Mapping[str, Option], policy: Policy) -> Simulation:
         recorded = self._recorded

@@ -136,7 +136,7 @@ class _Bracket:
         self._found: dict[int, Simulation] = {}
         self._refused: dict[int, str] = {}
         self._tried: dict[int, bool] = {}
-        self._steps = 0
+        self._steps = self._stood_still = 0
 
     def fits(self, value: int) -> bool:
         self._progress(f"trying {self.option} {value}")
@@ -162,17 +162,21 @@ class _Bracket:
 
     def proposal(self) -> int:
         """A value strictly between the ends (beyond the low one while there is no high one)."""
-        self._steps += 1
         room = self._found[self.low].fit.gpu.usable_bytes
         needs = {value: one.fit.device_range[1] for value, one in self._found.items()}
         if self.high is None:
             if self.low == 1:
                 return 2
             slope = (needs[self.low] - needs[1]) / (self.low - 1)
-            guess = self.low + (int((room - needs[self.low]) / slope) if slope > 0 else self.low)
-            return max(self.low + 1, min(guess, self.low * _STRIDE))
+            more = int((room - needs[self.low]) / slope) if slope > 0 else self.low
+            if more == 0:
+                # No room by the secant: the next value, and where that fits (needs that rise in steps), twice as much.
+                self._stood_still += 1
+                more = 1 if self._stood_still == 1 else self.low
+            return min(self.low + more, self.low * _STRIDE)
+        self._steps += 1
         middle = (self.low + self.high) // 2
-        if self.high in self._refused or self._steps % 3 == 0:
+        if self.high in self._refused or self._steps % 2 == 0:
             return middle
         slope = (needs[self.high] - needs[self.low]) / (self.high - self.low)
         guess = self.low + int((room - needs[self.low]) / slope) if slope > 0 else middle

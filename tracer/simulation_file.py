@@ -21,6 +21,7 @@ from metapeak.tracer.simulation import How, ModelSummary, Option, RankResult, Si
 
 _ARRAYS = ("birth", "death", "nbytes", "category", "module", "source", "dtype")
 _ARRAYS += ("op", "op_phase", "op_iteration", "op_module", "op_recompute", "op_node")
+_NOT_PLAIN = ("liveness", "allocator", "overheads")  # of a RankResult: written in ways of their own
 _NAMES = ("op_names", "module_names", "source_names", "dtype_names")
 _RESERVATION = (
     "capacity",
@@ -83,10 +84,9 @@ def _rank_record(rank: RankResult, chunks: list[bytes]) -> dict[str, Any]:
     lengths = np.array([len(shape) for shape in liveness.shapes], dtype=np.int64)
     extents = np.array([extent for shape in liveness.shapes for extent in shape], dtype=np.int64)
     columns = {name: getattr(liveness, name) for name in _ARRAYS if getattr(liveness, name) is not None}
+    plain = [column.name for column in fields(rank) if column.name not in _NOT_PLAIN]
     return {
-        "rank": rank.rank,
-        "count": rank.count,
-        "coordinates": dict(rank.coordinates),
+        "plain": {name: _plain(getattr(rank, name)) for name in plain},
         "columns": {name: _put(column, chunks) for name, column in columns.items()},
         "shape_lengths": _put(lengths, chunks),
         "shape_extents": _put(extents, chunks),
@@ -109,9 +109,7 @@ def _rank(record: dict[str, Any], data: memoryview) -> RankResult:
     liveness = Liveness(**{"op_node": None, **columns}, shapes=shapes, **record["names"])
     config = AllocatorConfig(**{name: _unplain(value) for name, value in record["allocator"].items()})
     rank = RankResult(
-        rank=record["rank"],
-        count=record["count"],
-        coordinates=record["coordinates"],
+        **{name: _unplain(value) for name, value in record["plain"].items()},
         liveness=liveness,
         allocator=config,
         overheads=Overheads(items=tuple(Overhead(**item) for item in record["overheads"])),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 
@@ -58,7 +59,7 @@ def test_every_report_is_the_same(folder, tmp_path):
         done = metapeak(*STEP, *more, *flags, cwd=tmp_path, METAPEAK_CACHE=str(folder), COLUMNS="220")
         assert done.returncode == 0, done.stderr
         events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-        told[name] = (done.stdout.partition("\n")[2], events, (tmp_path / "s.pickle").read_bytes())
+        told[name] = (done.stdout.partition("\n")[2], events, pickle.loads((tmp_path / "s.pickle").read_bytes()))
     assert told["from the cache"] == told["anew"]
 
 
@@ -87,12 +88,19 @@ def test_the_key_covers_config_options_packages_and_code(monkeypatch, tmp_path):
         key_of(monkeypatch, tmp_path),
         key_of(monkeypatch, tmp_path, n_layer=3),
         key_of(monkeypatch, tmp_path, batch_size=2),
-        key_of(monkeypatch, tmp_path, patches={"_version": lambda package: "0.0"}),
+        key_of(monkeypatch, tmp_path, patches={"installed_packages": lambda: ("torch-0.0.dist-info",)}),
         key_of(monkeypatch, tmp_path, patches={"own_code": lambda: "other code"}),
     ]
     assert len({*keys}) == len(keys)
     monkeypatch.undo()
     assert key_of(monkeypatch, tmp_path) == keys[0]
+
+
+def test_every_installed_package_counts():
+    import importlib.metadata
+
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "numpy")}
+    assert {f"{name}-{version}.dist-info" for name, version in versions.items()} <= {*cached.installed_packages()}
 
 
 def test_code_of_the_users_own_is_never_kept(monkeypatch, tmp_path):

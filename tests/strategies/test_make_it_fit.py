@@ -8,6 +8,7 @@ from metapeak.strategies.make_it_fit import COSTS, _Floor, _Search, changes_of, 
 from metapeak.strategies.request import simulate_resolved
 from metapeak.strategies.settings import options_of, resolve
 from metapeak.strategies.shared_trace import SharedTraces
+from metapeak.tracer.errors import InputError
 from metapeak.tracer.simulation import Option, Verdict
 
 LLAMA = {
@@ -20,6 +21,16 @@ LLAMA = {
     "num_hidden_layers": 2,
     "vocab_size": 2048,
     "torch_dtype": "float32",
+}
+ALBERT = {
+    "model_type": "albert",
+    "architectures": ["AlbertForMaskedLM"],
+    "hidden_size": 32,
+    "embedding_size": 16,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
 }
 POLICIES = {
     "full": ("none", "full", "every:2", "selective:attention", "offload"),
@@ -72,6 +83,17 @@ def test_what_changes_the_step_is_traced_anew(llama):
         one = options(**values)
         assert numbers(shared.simulate(one)) == numbers(simulate_resolved(llama, one))
     assert shared.traces == 3
+
+
+def test_a_switch_that_the_model_has_not_is_refused_as_alone(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(ALBERT))
+    one = resolve(options_of({"seq_len": 16, "checkpointing": "full"}, "call"))
+    shared = SharedTraces(str(path))
+    plain = resolve(options_of({"seq_len": 16}, "call"))
+    assert numbers(shared.simulate(plain)) == numbers(simulate_resolved(str(path), plain))
+    with pytest.raises(InputError, match="supports no gradient checkpointing"):
+        shared.simulate(one)
 
 
 @pytest.fixture(scope="module")
