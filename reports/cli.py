@@ -13,6 +13,7 @@ from metapeak.reports.commands.checkpointing import Checkpointing
 from metapeak.reports.commands.diff import Diff
 from metapeak.reports.commands.estimate import Estimate
 from metapeak.reports.commands.footprints import Footprints
+from metapeak.reports.commands.instances import Instances
 from metapeak.reports.commands.replay import Replay
 from metapeak.reports.commands.serve import Serve
 from metapeak.reports.commands.validate import Validate
@@ -28,6 +29,7 @@ COMMANDS = (
     Replay(),
     Models(),
     Gpus(),
+    Instances(),
 )
 
 
