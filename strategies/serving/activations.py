@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from metapeak.tracer.kernels import Device
     from metapeak.tracer.kv_cache import CacheLayout
 
-SHORT_PREFILLS = (256, 512)
+# Tokens of a short prefill where the config names no chunk: the delta rule's chunk of transformers.
+CHUNK_TOKENS = 64
 
 
 def prefill_activation_bytes(
@@ -60,17 +61,18 @@ def prefill_activation_bytes(
         return run.activation_bytes(device)
 
     states = any(layer.state_bytes for layer in layout.layers)
-    if not states or sequences * tokens <= SHORT_PREFILLS[-1]:
+    config = model.config.get_text_config(decoder=True)
+    chunk = getattr(config, "chunk_size", None) or getattr(config, "mamba_chunk_size", None) or CHUNK_TOKENS
+    if not states or sequences * tokens <= 2 * chunk:
         return trace(sequences, tokens), flops[0], (f"prefill traced at {sequences} x {tokens} tokens",)
-    short, longer = (trace(1, count) for count in SHORT_PREFILLS)
-    a_token = (longer - short) / (SHORT_PREFILLS[1] - SHORT_PREFILLS[0])
-    total = round(longer + a_token * (sequences * tokens - SHORT_PREFILLS[1]))
+    short, longer = trace(1, chunk), trace(1, 2 * chunk)
+    total = round(longer + (longer - short) / chunk * (sequences * tokens - 2 * chunk))
     return (
         total,
         flops[0],
         (
-            f"prefill of {sequences * tokens} tokens on the line through traced ones of {SHORT_PREFILLS[0]} and "
-            f"{SHORT_PREFILLS[1]}: without its kernels' packages transformers runs states as a reference program, "
+            f"prefill of {sequences * tokens} tokens on the line through traced ones of {chunk} and "
+            f"{2 * chunk}: without its kernels' packages transformers runs states as a reference program, "
             "which takes more than the engine's kernels",
         ),
     )

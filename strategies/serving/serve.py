@@ -179,7 +179,14 @@ def serve(
         raise InputError(f"context {context} is past max_model_len {max_model_len}. Give at most that.")
     progress("prefill of the engine's batch")
     device = device_of(gpu)
-    activation, flops, traced = _activation(module, make_batch, layout, engine, request, settings, device)
+
+    def activation_of(module: Any) -> tuple[int, float, tuple[str, ...]]:
+        batches = _batches(module, resolved)
+        return _activation(module, batches, layout, engine, request, settings, device)
+
+    activation, flops, traced = _on_one_rank(
+        activation_of, module, lambda: _build(resolved, model, engine, gpu, spec)[0].module, quantization, spec.tp
+    )
     layout = _stored(layout, spec, engine, gpu, built.dtype)
     seconds["trace"] = time.perf_counter() - started
 
@@ -403,6 +410,36 @@ def _measured(module: Any, make_batch: Callable, quantization: str | None, spec:
     with flash_attention_2_available():
         layout = measure_cache(module, make_batch(1, PROBE_TOKENS))
     return layout, weights, spec.encoder_tokens or 0
+
+
+def _on_one_rank(activation_of: Callable, module: Any, rebuild: Callable[[], Any], quantization: str | None, tp: int):
+    """`activation_of` the module as one of `tp` ranks has it, cut by transformers' own tensor parallelism; of the whole
+    module where it cannot be cut, which is said. FLOPs are those of all ranks.
+    """
+    from metapeak.strategies.parallel.layout import Layout
+    from metapeak.strategies.parallel.tensor_parallel import TensorParallel
+    from metapeak.tracer.capture import move_to_phantom
+    from metapeak.tracer.dispatch import unrecorded
+    from metapeak.tracer.distributed import one_rank_of
+    from metapeak.tracer.flash_attention import flash_attention_2_available
+
+    if tp == 1:
+        return activation_of(module)
+    why = f"{quantization} layers are not cut here" if quantization else None
+    if why is None:
+        with one_rank_of(tp, 0), flash_attention_2_available():
+            cut = rebuild()
+            move_to_phantom(cut)
+            try:
+                with unrecorded():
+                    cut = TensorParallel(layout=Layout(tp=tp)).distribute(cut)
+            except InputError as error:
+                why = str(error)
+            else:
+                activation, flops, notes = activation_of(cut)
+                return activation, flops * tp, (*notes, f"prefill of one of {tp} ranks, cut by the model's own plan")
+    activation, flops, notes = activation_of(module)
+    return activation, flops, (*notes, f"prefill traced whole, more than a rank's ({why})")
 
 
 def _activation(module, make_batch, layout, engine: Engine, request: Request, settings: EngineSettings, device):
