@@ -15,6 +15,7 @@ from metapeak.reports.commands.diff import Diff
 from metapeak.reports.commands.estimate import Estimate
 from metapeak.reports.commands.explain_oom import ExplainOom
 from metapeak.reports.commands.footprints import Footprints
+from metapeak.reports.commands.instances import Instances
 from metapeak.reports.commands.replay import Replay
 from metapeak.reports.commands.serve import Serve
 from metapeak.reports.commands.validate import Validate
@@ -31,6 +32,7 @@ COMMANDS = (
     Replay(),
     Models(),
     Gpus(),
+    Instances(),
     Cache(),
 )
 

@@ -38,7 +38,7 @@ def values_of(setting: Setting, text: str) -> Any:
 
 def _policies(text: str) -> list[str]:
     """Policies with commas between them; one policy with commas in it (layers:0-3,7) is whole."""
-    from metapeak.strategies.gradient_checkpointing import parse_policy
+    from metapeak.strategies.checkpoint_policies import parse_policy
 
     parts = text.split(",")
     try:

@@ -14,9 +14,12 @@ from metapeak.reports.sizes import gib, size
 from metapeak.reports.summary import print_sentences, verdict_style
 from metapeak.strategies.serving import Serving
 from metapeak.strategies.serving.serve import ServingRank
+from metapeak.strategies.serving.speed import Cost
+from metapeak.tracer.instances import COLLECTED
 from metapeak.tracer.kv_cache import CacheLayout
 from metapeak.tracer.simulation import Option, Verdict
 
+SHOWN_INSTANCES = 5
 _VERDICTS = {
     Verdict.FITS: "Fits",
     Verdict.BORDERLINE: "Borderline on",
@@ -72,6 +75,8 @@ def serving_record(serving: Serving, options: Mapping[str, Option]) -> dict[str,
         "max_concurrent_sequences": serving.max_concurrent_sequences,
         "concurrency_at_context": serving.concurrency_at_context,
         "longest_context": serving.longest_context,
+        "speed": _speed(serving),
+        "costs": [_cost(cost) for cost in serving.costs],
         "ranks": [_rank(rank) for rank in serving.ranks],
         "fit": {
             "gpu": serving.gpu.id,
@@ -91,6 +96,67 @@ def _layout(layout: CacheLayout) -> dict[str, Any]:
         "sliding_windows": list(layout.windows),
         "cache_class": layout.kind,
     }
+
+
+def _speed(serving: Serving) -> dict[str, Any] | None:
+    speed = serving.speed
+    if speed is None:
+        return None
+    return {
+        "batch": speed.batch,
+        "decode_tokens_per_second_one": _range(speed.decode_one),
+        "decode_tokens_per_second": _range(speed.decode_batch),
+        "prefill_tokens_per_second": _range(speed.prefill) if speed.prefill else None,
+        "cold_start_seconds": _range(speed.cold_start_seconds),
+    }
+
+
+def _range(pair: tuple[float, float]) -> dict[str, float]:
+    return {"low": round(pair[0], 4), "high": round(pair[1], 4)}
+
+
+def _cost(cost: Cost) -> dict[str, Any]:
+    return {
+        "cloud": cost.instance.cloud,
+        "instance": cost.instance.name,
+        "gpus": cost.instance.count,
+        "replicas": cost.replicas,
+        "price_hour": cost.instance.price_hour,
+        "spot_price_hour": cost.instance.spot_price_hour,
+        "usd_per_million_tokens": _range(cost.on_demand),
+        "usd_per_million_tokens_spot": _range(cost.spot) if cost.spot else None,
+        "collected": COLLECTED,
+    }
+
+
+def _print_speed(serving: Serving, console: Console) -> None:
+    speed = serving.speed
+    if speed is None:
+        return
+    prefill = f", prefill {_span(speed.prefill)}" if speed.prefill else ""
+    console.print(
+        f"Tokens a second at most: one sequence {_span(speed.decode_one)}, {speed.batch:,} sequences "
+        f"{_span(speed.decode_batch)}{prefill}; weights read from storage in {_span(speed.cold_start_seconds)} s"
+    )
+    if not serving.costs:
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("cloud", "instance"):
+        table.add_column(name, no_wrap=True)
+    for name in ("GPUs", "$ an hour", "$ per M tokens", "on spot"):
+        table.add_column(name, justify="right")
+    for cost in serving.costs[:SHOWN_INSTANCES]:
+        instance = cost.instance
+        spot = f"{cost.spot[0]:.2f} to {cost.spot[1]:.2f}" if cost.spot else ""
+        demand = f"{cost.on_demand[0]:.2f} to {cost.on_demand[1]:.2f}"
+        table.add_row(instance.cloud, instance.name, f"{instance.count:g}", f"{instance.price_hour:g}", demand, spot)
+    console.print(table)
+    console.print(f"List prices as collected on {COLLECTED}, the batch always full; spot may be stopped any time.")
+
+
+def _span(pair: tuple[float, float]) -> str:
+    low, high = (f"{value:,.0f}" if value >= 10 else f"{value:.1f}" for value in pair)
+    return f"{low} to {high}"
 
 
 def _rank(rank: ServingRank) -> dict[str, Any]:
@@ -135,6 +201,7 @@ def print_serving(serving: Serving, console: Console) -> None:
     if len(serving.ranks) > 1:
         stages = ", ".join(f"stage {rank.stage} {gib(rank.weights_bytes)}" for rank in serving.ranks)
         console.print(f"Weights by stage, GiB: {stages}")
+    _print_speed(serving, console)
     print_sentences("Assumed", serving.how.assumptions, console)
     print_sentences("Not modelled", serving.how.not_modelled, console)
 

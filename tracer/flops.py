@@ -20,6 +20,7 @@ def operation_flops(graph: StepGraph) -> np.ndarray:
     from torch.utils.flop_counter import flop_registry
 
     formulas = {str(packet): formula for packet, formula in flop_registry.items()}
+    formulas["aten._flash_attention_forward"] = _dense_flash_attention
     by_op = [formulas.get(".".join(name.split(".")[:2])) for name in graph.op_names]
     flops = np.zeros(graph.num_ops, dtype=np.int64)
     outputs: dict[int, dict[int, tuple[int, ...]]] = {}
@@ -37,6 +38,16 @@ def operation_flops(graph: StepGraph) -> np.ndarray:
             known[key] = int(by_op[graph.op[node]](*args, **kwargs, out_val=result))
         flops[node] = known[key]
     return flops
+
+
+def _dense_flash_attention(query, key, value, *_, out_val=None, **__) -> int:
+    """The flash_attn package's entry: [batch, length, heads, size], or packed [length, heads, size] as one sequence.
+
+    torch's own formula wants tensors, and heads before the length. Both products count, as in its sdpa_flop_count.
+    """
+    batch = query[0] if len(query) == 4 else 1
+    *_, length, heads, size = query
+    return 2 * batch * heads * length * key[-3] * (size + value[-1])
 
 
 def _shapes(graph: StepGraph, argument):

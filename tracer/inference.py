@@ -31,7 +31,7 @@ from metapeak.tracer.errors import InputError
 from metapeak.tracer.graph import StepGraph
 from metapeak.tracer.kernels import Device, KernelWorkspaces
 from metapeak.tracer.liveness import Category, Phase
-from metapeak.tracer.phantom import PhantomTensor
+from metapeak.tracer.phantom import PhantomTensor, local_tensor
 from metapeak.tracer.recorder import Recorder
 from metapeak.tracer.sequences import ordinary_token_ids
 from metapeak.tracer.spec import BatchSpec
@@ -93,7 +93,7 @@ def record_inference(
     the cache after each decoded token.
     Raises TraceError where it cannot run, InputError where the model has no cache.
     """
-    if not isinstance(next(model.parameters()), PhantomTensor):
+    if not isinstance(local_tensor(next(model.parameters())), PhantomTensor):
         move_to_phantom(model)
     forget_recording(model)
     model.eval()

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from metapeak.tracer.kernels import Device
     from metapeak.tracer.kv_cache import CacheLayout
 
-SHORT_PREFILLS = (256, 512)
+# Tokens of a short prefill where the config names no chunk: the delta rule's chunk of transformers.
+CHUNK_TOKENS = 64
 
 
 def prefill_activation_bytes(
@@ -39,31 +40,41 @@ def prefill_activation_bytes(
     max_model_len: int,
     device: Device,
     rows: int,
-) -> tuple[int, tuple[str, ...]]:
-    """(bytes, notes) of the largest prefill: `settings.batched_tokens` tokens as sequences of at most `max_model_len`.
+) -> tuple[int, float, tuple[str, ...]]:
+    """(bytes, FLOPs a token, notes) of the largest prefill: `settings.batched_tokens` tokens as sequences of at most
+    `max_model_len`.
 
     `make_batch(sequences, tokens)` gives the forward's inputs, `rows` is how many positions get logits.
     """
     tokens = min(settings.batched_tokens, max_model_len)
     sequences = max(1, settings.batched_tokens // tokens)
 
+    flops = [0.0]
+
     def trace(sequences: int, tokens: int) -> int:
+        from metapeak.tracer.flops import operation_flops
         from metapeak.tracer.inference import record_inference
 
         keep = max(1, min(rows // sequences, tokens))
         run = record_inference(model, make_batch(sequences, tokens), decode_tokens=0, logits_rows=keep)
+        flops[0] = float(operation_flops(run.graph).sum()) / (sequences * tokens)
         return run.activation_bytes(device)
 
     states = any(layer.state_bytes for layer in layout.layers)
-    if not states or sequences * tokens <= SHORT_PREFILLS[-1]:
-        return trace(sequences, tokens), (f"prefill traced at {sequences} x {tokens} tokens",)
-    short, longer = (trace(1, count) for count in SHORT_PREFILLS)
-    a_token = (longer - short) / (SHORT_PREFILLS[1] - SHORT_PREFILLS[0])
-    total = round(longer + a_token * (sequences * tokens - SHORT_PREFILLS[1]))
-    return total, (
-        f"prefill of {sequences * tokens} tokens on the line through traced ones of {SHORT_PREFILLS[0]} and "
-        f"{SHORT_PREFILLS[1]}: without its kernels' packages transformers runs states as a reference program, which "
-        "takes more than the engine's kernels",
+    config = model.config.get_text_config(decoder=True)
+    chunk = getattr(config, "chunk_size", None) or getattr(config, "mamba_chunk_size", None) or CHUNK_TOKENS
+    if not states or sequences * tokens <= 2 * chunk:
+        return trace(sequences, tokens), flops[0], (f"prefill traced at {sequences} x {tokens} tokens",)
+    short, longer = trace(1, chunk), trace(1, 2 * chunk)
+    total = round(longer + (longer - short) / chunk * (sequences * tokens - 2 * chunk))
+    return (
+        total,
+        flops[0],
+        (
+            f"prefill of {sequences * tokens} tokens on the line through traced ones of {chunk} and "
+            f"{2 * chunk}: without its kernels' packages transformers runs states as a reference program, "
+            "which takes more than the engine's kernels",
+        ),
     )
 
 

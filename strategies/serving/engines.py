@@ -73,7 +73,8 @@ class Engine:
     `casts_float32`: whether float32 checkpoints are served in 16 bits unless told otherwise. `flash`: whether attention
     runs in kernels that never write the score matrix. `own_layers`: whether it has model classes of its own, with
     projections merged, the vocabulary padded and rotary tables computed beforehand, and prints weights as the caching
-    allocator counts them (see weights.py). `samples`: whether the profile run samples.
+    allocator counts them (see weights.py). `samples`: whether the profile run samples. `batches`:
+    whether sequences join a running batch.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Engine:
     needs_bf16_card: bool = True
     samples: bool = True
     own_layers: bool = False
+    batches: bool = True
 
     def settings(self, request: Request, gpu: Gpu) -> EngineSettings:
         raise NotImplementedError

@@ -63,4 +63,5 @@ LLAMA_CPP = LlamaCpp(
     parallel=False,
     needs_bf16_card=False,
     samples=False,
+    batches=False,
 )

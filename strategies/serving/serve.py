@@ -28,6 +28,7 @@ from metapeak.strategies.serving.engines import (
     total_of,
 )
 from metapeak.strategies.serving.formats import BF16_CAPABILITY, KV_DTYPES, check_fp8, check_quantization
+from metapeak.strategies.serving.speed import BANDWIDTH_REACHED, FLOPS_REACHED, Cost, Speed, Traffic, costs_of, speed_of
 from metapeak.tracer.device.overheads import Overhead
 from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.gpus import Gpu
@@ -108,6 +109,8 @@ class Serving:
     longest_context: int
     fit: Fit
     how: How
+    speed: Speed | None = None
+    costs: tuple[Cost, ...] = ()
 
     @property
     def worst(self) -> ServingRank:
@@ -176,7 +179,14 @@ def serve(
         raise InputError(f"context {context} is past max_model_len {max_model_len}. Give at most that.")
     progress("prefill of the engine's batch")
     device = device_of(gpu)
-    activation, traced = _activation(module, make_batch, layout, engine, request, settings, device)
+
+    def activation_of(module: Any) -> tuple[int, float, tuple[str, ...]]:
+        batches = _batches(module, resolved)
+        return _activation(module, batches, layout, engine, request, settings, device)
+
+    activation, flops, traced = _on_one_rank(
+        activation_of, module, lambda: _build(resolved, model, engine, gpu, spec)[0].module, quantization, spec.tp
+    )
     layout = _stored(layout, spec, engine, gpu, built.dtype)
     seconds["trace"] = time.perf_counter() - started
 
@@ -185,8 +195,24 @@ def serve(
     worst = min(ranks, key=lambda rank: rank.kv_cache_bytes / max(rank.layout.bytes_per_token, 1))
     sequence = engine.sequence_bytes(worst.layout, context, encoder, settings)
     fit = _fit(gpu, worst, sequence, spec.concurrency)
+    room = min(max(0, worst.kv_cache_bytes // sequence), settings.max_seqs) if sequence else settings.max_seqs
+    num_ranks = spec.tp * spec.pp
+    speed = speed_of(
+        gpu,
+        _traffic(module, weights, worst, flops, num_ranks),
+        sequence_bytes=sequence,
+        batch=room if engine.batches else spec.concurrency,
+        ranks=num_ranks,
+        dtype="fp8" if quantization == "fp8" else _SHORT.get(built.dtype, "fp16"),
+        checkpoint_bytes=sum(weight.nbytes for weight in weights),
+    )
     assumptions = [*resolved.notes, *built.notes, *notes, *traced, *engine.assumptions(request, settings)]
     assumptions += _layout_notes(layout)
+    if speed is not None:
+        assumptions.append(
+            f"decode reaches {BANDWIDTH_REACHED[0]:.0%} to {BANDWIDTH_REACHED[1]:.0%} of the data sheet's bandwidth, "
+            f"prefill {FLOPS_REACHED[0]:.0%} to {FLOPS_REACHED[1]:.0%} of its dense FLOPs; communication takes no time"
+        )
     return Serving(
         model=summary,
         spec=spec,
@@ -205,6 +231,8 @@ def serve(
         concurrency_at_context=max(0.0, worst.kv_cache_bytes / sequence) if sequence else 0.0,
         longest_context=_longest_context(engine, worst, settings, max_model_len, encoder),
         fit=fit,
+        speed=speed if fit.verdict is not Verdict.DOES_NOT_FIT else None,
+        costs=tuple(costs_of(gpu, speed, num_ranks)) if speed and fit.verdict is not Verdict.DOES_NOT_FIT else (),
         how=How(
             torch=torch.__version__,
             transformers=transformers.__version__,
@@ -384,6 +412,36 @@ def _measured(module: Any, make_batch: Callable, quantization: str | None, spec:
     return layout, weights, spec.encoder_tokens or 0
 
 
+def _on_one_rank(activation_of: Callable, module: Any, rebuild: Callable[[], Any], quantization: str | None, tp: int):
+    """`activation_of` the module as one of `tp` ranks has it, cut by transformers' own tensor parallelism; of the whole
+    module where it cannot be cut, which is said. FLOPs are those of all ranks.
+    """
+    from metapeak.strategies.parallel.layout import Layout
+    from metapeak.strategies.parallel.tensor_parallel import TensorParallel
+    from metapeak.tracer.capture import move_to_phantom
+    from metapeak.tracer.dispatch import unrecorded
+    from metapeak.tracer.distributed import one_rank_of
+    from metapeak.tracer.flash_attention import flash_attention_2_available
+
+    if tp == 1:
+        return activation_of(module)
+    why = f"{quantization} layers are not cut here" if quantization else None
+    if why is None:
+        with one_rank_of(tp, 0), flash_attention_2_available():
+            cut = rebuild()
+            move_to_phantom(cut)
+            try:
+                with unrecorded():
+                    cut = TensorParallel(layout=Layout(tp=tp)).distribute(cut)
+            except InputError as error:
+                why = str(error)
+            else:
+                activation, flops, notes = activation_of(cut)
+                return activation, flops * tp, (*notes, f"prefill of one of {tp} ranks, cut by the model's own plan")
+    activation, flops, notes = activation_of(module)
+    return activation, flops, (*notes, f"prefill traced whole, more than a rank's ({why})")
+
+
 def _activation(module, make_batch, layout, engine: Engine, request: Request, settings: EngineSettings, device):
     from metapeak.strategies.serving.activations import prefill_activation_bytes, sampler_bytes
     from metapeak.tracer.attention import AttentionChoice, attention_choice
@@ -392,7 +450,7 @@ def _activation(module, make_batch, layout, engine: Engine, request: Request, se
 
     choice = AttentionChoice(compute_capability=device.compute_capability, forced=None)
     with attention_choice(choice), flash_attention_2_available():
-        activation, notes = prefill_activation_bytes(
+        activation, flops, notes = prefill_activation_bytes(
             module, make_batch, layout, settings, request.max_model_len, device, settings.logits_rows
         )
         if engine.samples and settings.logits_rows > 1:
@@ -402,7 +460,7 @@ def _activation(module, make_batch, layout, engine: Engine, request: Request, se
             if sampled > activation:
                 activation = sampled
                 notes = (*notes, f"the sampler over {rows} sequences needs more than the prefill, {sampled:,} bytes")
-    return activation, notes
+    return activation, flops, notes
 
 
 def _stored(layout: CacheLayout, spec: ServingSpec, engine: Engine, gpu: Gpu, dtype: str) -> CacheLayout:
@@ -492,6 +550,30 @@ def _check_degrees(spec: ServingSpec, config: Any, heads: int, num_blocks: int) 
         )
     if spec.pp > num_blocks:
         raise InputError(f"pp {spec.pp}: the model has {num_blocks} blocks only (pp <= blocks).")
+
+
+def _traffic(module: Any, weights: list, rank: ServingRank, flops: float, ranks: int) -> Traffic:
+    """What a decoded token reads on a rank: embeddings by rows (nothing), experts by the batch's routing."""
+    total = sum(weight.nbytes for weight in weights) or 1
+    head = module.get_output_embeddings()
+    table = module.get_input_embeddings()
+    tied = head is not None and getattr(head, "weight", None) is getattr(table, "weight", table)
+    rows = 0 if tied else sum(weight.nbytes for weight in weights if weight.kind == "embedding")
+    experts = sum(weight.nbytes for weight in weights if ".experts" in f".{weight.module}")
+    config = module.config.get_text_config(decoder=True)
+    names = (
+        ("num_experts", "num_local_experts", "n_routed_experts"),
+        ("num_experts_per_tok", "moe_topk", "top_k_experts"),
+    )
+    count, active = (next((getattr(config, n) for n in group if getattr(config, n, None)), 1) for group in names)
+    share = rank.weights_requested_bytes / total
+    return Traffic(
+        always_bytes=round((total - rows - experts) * share),
+        expert_bytes=round(experts * share),
+        experts=count,
+        active=min(active, count),
+        prefill_flops=flops,
+    )
 
 
 def _tokens(engine: Engine, rank: ServingRank, settings: EngineSettings, context: int, encoder: int) -> int:

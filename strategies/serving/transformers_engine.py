@@ -45,4 +45,5 @@ TRANSFORMERS = Transformers(
     flash=False,
     needs_bf16_card=False,
     samples=False,
+    batches=False,
 )

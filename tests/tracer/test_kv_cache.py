@@ -196,6 +196,24 @@ def test_ranks_share_heads_and_never_less_than_one():
     assert [layout.on_ranks(tp).bytes_per_token for tp in (1, 2, 8, 16)] == [4096, 2048, 512, 512]
 
 
+@pytest.mark.parametrize("name", ["llama, grouped heads", "deepseek-v3, latent"])
+def test_a_rank_of_real_tensor_parallelism_keeps_what_the_layout_says(name):
+    from metapeak.strategies.parallel.layout import Layout
+    from metapeak.strategies.parallel.tensor_parallel import TensorParallel
+    from metapeak.tracer.capture import move_to_phantom
+    from metapeak.tracer.dispatch import unrecorded
+    from metapeak.tracer.distributed import one_rank_of
+
+    whole = built(MODELS[name], "meta")
+    expected = measure_cache(whole, generation_batch(whole, None, 1, PROBE_TOKENS)).on_ranks(2)
+    with one_rank_of(2, 0):
+        cut = built(MODELS[name], "meta")
+        move_to_phantom(cut)
+        with unrecorded():
+            cut = TensorParallel(layout=Layout(tp=2)).distribute(cut)
+        assert measure_cache(cut, generation_batch(cut, None, 1, PROBE_TOKENS)) == expected
+
+
 def test_the_prefill_of_a_tiny_model_needs_what_the_cpu_holds():
     from tests.agreement.cpu_oracle import run_script_on_cpu
 

@@ -1,0 +1,106 @@
+"""`metapeak serve` and `metapeak instances` on the command line: the record, the text, and what is refused."""
+
+import json
+
+import pytest
+
+from metapeak.reports.cli import main
+from metapeak.reports.commands.base import BAD_INPUT, BORDERLINE, DOES_NOT_FIT, DONE
+
+GPT2 = "openai-community/gpt2"
+# 12 layers x keys and values x 768 x 2 bytes
+GPT2_TOKEN = 12 * 2 * 768 * 2
+
+
+def run(*arguments):
+    return main(["serve", *arguments])
+
+
+def record_of(capsys, *arguments):
+    assert run(*arguments, "--json", "-") == DONE
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_record_has_the_contracts_names(capsys):
+    record = record_of(capsys, GPT2, "--gpu", "t4", "--weights-dtype", "fp16")
+    names = ("weights_bytes", "kv_bytes_per_token", "state_bytes_per_sequence", "prefill_activation_bytes")
+    assert all(isinstance(record[name], int) for name in (*names, "kv_cache_bytes", "kv_tokens"))
+    assert record["kv_bytes_per_token"] == GPT2_TOKEN
+    assert record["max_concurrent_sequences"] == record["kv_cache_bytes"] // (1024 * GPT2_TOKEN)
+    assert record["fit"]["verdict"] == "fits"
+    assert record["options"]["gpu"] == {"value": "t4", "from": "command line"}
+
+
+def test_the_budget_adds_up(capsys):
+    record = record_of(capsys, GPT2, "--gpu", "l4", "--engine", "vllm", "--engine-version", "0.10.2")
+    charged = sum(
+        (item["low"] + item["high"]) // 2 for name, item in record["overheads"].items() if name == "non_torch"
+    )
+    taken = record["weights_bytes"] + record["prefill_activation_bytes"] + charged + record["kv_cache_bytes"]
+    assert taken == record["engine"]["limit_bytes"] == int(record["fit"]["capacity_bytes"] * 0.9)
+    assert record["kv_tokens"] == record["kv_cache_bytes"] // (16 * GPT2_TOKEN) * 16
+    assert record["weights_requested_bytes"] <= record["weights_bytes"]
+
+
+def test_fp8_keys_and_values_take_half(capsys):
+    plain = record_of(capsys, GPT2, "--gpu", "l4", "--engine", "vllm")
+    small = record_of(capsys, GPT2, "--gpu", "l4", "--engine", "vllm", "--kv-dtype", "fp8")
+    assert 2 * small["kv_bytes_per_token"] == plain["kv_bytes_per_token"]
+
+
+def test_quantised_weights_are_the_layers_own_storages(capsys):
+    plain = record_of(capsys, GPT2, "--gpu", "l4", "--weights-dtype", "bf16")
+    packed = record_of(capsys, GPT2, "--gpu", "l4", "--weights-dtype", "bf16", "--quantization", "nf4")
+    matrices = 12 * 12 * 768 * 768
+    # nf4: half a byte a weight and a float32 for each block of 64, for two bytes a weight
+    assert plain["weights_bytes"] - packed["weights_bytes"] == pytest.approx(matrices * (2 - 0.5625), rel=0.001)
+
+
+def test_text_names_the_verdict_and_where_memory_goes(capsys):
+    assert run(GPT2, "--gpu", "l4", "--engine", "sglang") == DONE
+    said = capsys.readouterr().out
+    assert "Fits l4" in said
+    assert "mem_fraction_static" in said
+    assert "36,864 bytes a token" in said
+
+
+@pytest.mark.parametrize(("memory", "code"), [("24GiB", DONE), ("500MiB", DOES_NOT_FIT), ("700MiB", BORDERLINE)])
+def test_require_fit(memory, code):
+    assert run(GPT2, "--gpu-memory", memory, "--weights-dtype", "bf16", "--require-fit") == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((GPT2,), "needs --gpu"),
+        ((GPT2, "--gpu", "l4", "--max-model-len", "4096"), "1024 positions"),
+        ((GPT2, "--gpu", "l4", "--context", "900", "--max-model-len", "512"), "past max_model_len"),
+        ((GPT2, "--gpu", "l4", "--engine", "vllm", "--quantization", "fp4"), "vllm loads no fp4"),
+        ((GPT2, "--gpu", "l4", "--engine", "llama.cpp", "--quantization", "gptq4"), "llama.cpp loads no gptq4"),
+        ((GPT2, "--gpu", "a100", "--engine", "vllm", "--quantization", "fp8"), "compute capability >= 8.9"),
+        ((GPT2, "--gpu", "t4", "--engine", "vllm", "--kv-dtype", "fp8"), "t4 is 7.5"),
+        ((GPT2, "--gpu", "l4", "--engine", "transformers", "--kv-dtype", "q8_0"), "no keys and values in q8_0"),
+        (("google-bert/bert-base-uncased", "--gpu", "l4"), "generates no tokens"),
+        ((GPT2, "--gpu", "l4", "--tp", "5", "--engine", "vllm"), "heads % tp == 0"),
+        ((GPT2, "--gpu", "l4", "--pp", "13", "--engine", "vllm"), "12 blocks"),
+        ((GPT2, "--gpu", "l4", "--engine", "llama.cpp", "--tp", "2"), "not modelled"),
+        ((GPT2, "--gpu", "l4", "--engine", "ollama"), "Unknown engine"),
+        ((GPT2, "--gpu", "l4", "--engine-version", "latest"), "none such as 0.10.2"),
+        ((GPT2, "--gpu", "l4", "--gpu-memory-utilization", "1.5"), "at most 1"),
+        ((GPT2, "--gpu", "l4", "--concurrency", "0"), "whole number from 1"),
+        (("Qwen/Qwen3-8B", "--gpu", "t4", "--engine", "vllm"), "--weights-dtype fp16"),
+    ],
+)
+def test_bad_input_is_refused_with_the_rule(capsys, arguments, said):
+    assert run(*arguments) == BAD_INPUT
+    message = capsys.readouterr().err
+    assert said in message
+    assert "Traceback" not in message
+
+
+def test_options_from_a_file(tmp_path, capsys):
+    config = tmp_path / "serve.yaml"
+    config.write_text("gpu: l4\nengine: vllm\nmax-model-len: 512\n", encoding="utf-8")
+    record = record_of(capsys, GPT2, "--config", str(config))
+    assert (record["engine"]["name"], record["max_model_len"]) == ("vllm", 512)
+    assert record["options"]["max_model_len"]["from"].endswith("serve.yaml:3")
