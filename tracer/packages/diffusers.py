@@ -78,6 +78,7 @@ class Diffusers(Package):
     task = "denoising"
     default_dtype = "bfloat16"
     losses = ("eager",)
+    autocast_region = "forward"  # scripts prepare the model by accelerate
     peft_adapters = True
 
     def names(self) -> list[str]:
