@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from metapeak.strategies.parallel.fsdp2 import FSDP2
-from metapeak.strategies.parallel.fsdp2_rewrite import Sharding, sharded
+from metapeak.strategies.parallel.fsdp2_plan import Sharding
+from metapeak.strategies.parallel.fsdp2_rewrite import sharded
 from metapeak.strategies.parallel.layout import Layout
 from metapeak.strategies.recompute import checkpointed
 from metapeak.strategies.regions import regions_of
@@ -136,7 +137,11 @@ def test_rewrite_equals_fully_shard_everywhere(name, world_size, reshard, precis
 @pytest.mark.parametrize("world_size", [1, 8, 64])
 @pytest.mark.parametrize("name", _FAMILIES)
 def test_rewrite_equals_fully_shard_for_every_family(name, world_size, precision):
-    check(name, world_size, None, precision)
+    if name == "t5" or (name == "mamba" and precision != "fp32"):
+        with pytest.raises(InputError, match="not rewritten for that"):
+            check(name, world_size, None, precision)
+    else:
+        check(name, world_size, None, precision)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
