@@ -39,17 +39,14 @@ def answer(
     `suggest`: with suggestions if it does not fit. `warn` is told when the answer cannot be kept. Raises what
     `simulate_resolved` raises.
     """
-    key = answer_key(reference, options, suggest) if cache is not None else None
-    if key is not None:
-        known = _read(cache, key, options)
-        if known is not None:
-            return known
-    simulation = simulate_resolved(reference, options, progress=progress)
-    if suggest:
+    key = answer_key(reference, options) if cache is not None else None
+    known = _read(cache, key, options) if key is not None else None
+    simulation = known or simulate_resolved(reference, options, progress=progress)
+    if suggest and simulation.suggestions is None:
         simulation = with_suggestions(reference, simulation, options, progress)
-    if key is not None:
+    if key is not None and (known is None or simulation is not known):
         _keep(cache, key, simulation, warn)
-    return simulation
+    return simulation if suggest else replace(simulation, suggestions=None)
 
 
 def with_suggestions(
@@ -64,7 +61,7 @@ def with_suggestions(
     return replace(simulation, suggestions=suggestions_record(fit))
 
 
-def answer_key(reference: str, options: Mapping[str, Option], suggest: bool) -> str | None:
+def answer_key(reference: str, options: Mapping[str, Option]) -> str | None:
     """The key of an answer, or None for what cannot be kept. Raises as `locate_model`, when there is no such model."""
     optimizer = str(options["optimizer"].value)
     if options["trust_remote_code"].value or "." in optimizer or ":" in optimizer:
@@ -76,7 +73,6 @@ def answer_key(reference: str, options: Mapping[str, Option], suggest: bool) -> 
     parts = {
         "model": [located.id, located.source, located.revision, located.config_dict, list(located.notes)],
         "options": given,
-        "suggest": suggest,
         "python": sys.version,
         "packages": installed_packages(),
         "code": own_code(),

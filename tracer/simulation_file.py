@@ -50,7 +50,7 @@ def simulation_to_bytes(simulation: Simulation) -> bytes:
     record = {
         "model": asdict(simulation.model),
         "options": {name: [_plain(option.value), option.origin] for name, option in simulation.options.items()},
-        "how": {**asdict(simulation.how), "seconds": dict(simulation.how.seconds)},
+        "how": {**asdict(simulation.how), "seconds": dict(simulation.how.seconds), "cached": False},
         "ranks": ranks,
         "output_dtypes": dict(getattr(simulation.graph, "output_dtypes", {})),
         "suggestions": simulation.suggestions,

@@ -80,5 +80,7 @@ class Estimate:
 
 
 def _wants_suggestions(arguments: argparse.Namespace) -> bool:
-    """A report on the terminal has suggestions unless told not to; a script has to ask, as they take a minute."""
-    return arguments.json is None if arguments.suggestions is None else arguments.suggestions
+    """A report for people has suggestions unless told not to; a script has to ask, as they can take a minute."""
+    if arguments.suggestions is not None:
+        return arguments.suggestions
+    return arguments.json is None and not arguments.require_fit

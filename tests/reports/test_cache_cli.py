@@ -11,6 +11,7 @@ import pytest
 from metapeak.reports.commands import base
 from metapeak.strategies import cached
 from tests.reports.command_line import VARIABLES, in_a_process, metapeak
+from tests.reports.conftest import LLAMA
 
 STEP = ("estimate", "openai-community/gpt2", "--seq-len", "32", "--gpu", "t4")
 
@@ -63,6 +64,22 @@ def test_every_report_is_the_same(folder, tmp_path):
     assert told["from the cache"] == told["anew"]
 
 
+def test_suggestions_are_added_to_an_answer_that_is_known(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "num_hidden_layers": 1}))
+    step = ("estimate", str(path), "--batch-size", "64", "--seq-len", "4096", "--gpu-memory", "2GiB", "--json", "-")
+    here = {"METAPEAK_CACHE": str(tmp_path / "cache")}
+    assert json.loads(metapeak(*step, **here).stdout)["suggestions"] is None
+    asked = json.loads(metapeak(*step, "--suggestions", **here).stdout)
+    assert asked["suggestions"] and asked["how"]["cached"] is True
+    again = without_torch(*step, "--suggestions", **here)
+    assert again.returncode == 0 and json.loads(again.stdout) == asked
+    assert json.loads(without_torch(*step, **here).stdout)["suggestions"] is None
+    shown = without_torch(*step[:-2], **here).stdout
+    assert "It would fit with: " in shown and shown.index("By module") < shown.index("It would fit with: ")
+    assert "It would fit with" not in metapeak(*step[:-2], "--no-suggestions", **here).stdout
+
+
 def test_another_question_is_another_answer(folder):
     for change in (("--seq-len", "33"), ("--gpu", "a100"), ("--optimizer", "sgd"), ("--config", "some.yaml")):
         with_change = [*STEP, *change]
@@ -80,7 +97,7 @@ def key_of(monkeypatch, tmp_path, **changes):
     config.write_text(json.dumps({"model_type": "gpt2", "n_layer": changes.pop("n_layer", 2)}))
     for name, value in changes.pop("patches", {}).items():
         monkeypatch.setattr(cached, name, value)
-    return cached.answer_key(str(config), resolve(options_of(changes, "call")), False)
+    return cached.answer_key(str(config), resolve(options_of(changes, "call")))
 
 
 def test_the_key_covers_config_options_packages_and_code(monkeypatch, tmp_path):
@@ -107,7 +124,7 @@ def test_code_of_the_users_own_is_never_kept(monkeypatch, tmp_path):
     from metapeak.strategies.settings import options_of, resolve
 
     def key(reference, **values):
-        return cached.answer_key(reference, resolve(options_of(values, "call")), False)
+        return cached.answer_key(reference, resolve(options_of(values, "call")))
 
     assert key("openai-community/gpt2") is not None
     assert key("mine.py:model") is None
