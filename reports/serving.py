@@ -133,10 +133,10 @@ def _print_speed(serving: Serving, console: Console) -> None:
     speed = serving.speed
     if speed is None:
         return
-    prefill = f", prefill {_span(speed.prefill)}" if speed.prefill else ""
+    prefill = f", prefill {span(speed.prefill)}" if speed.prefill else ""
     console.print(
-        f"Tokens a second at most: one sequence {_span(speed.decode_one)}, {speed.batch:,} sequences "
-        f"{_span(speed.decode_batch)}{prefill}; weights read from storage in {_span(speed.cold_start_seconds)} s"
+        f"Tokens a second at most: one sequence {span(speed.decode_one)}, {speed.batch:,} sequences "
+        f"{span(speed.decode_batch)}{prefill}; weights read from storage in {span(speed.cold_start_seconds)} s"
     )
     if not serving.costs:
         return
@@ -154,7 +154,8 @@ def _print_speed(serving: Serving, console: Console) -> None:
     console.print(f"List prices as collected on {COLLECTED}, the batch always full; spot may be stopped any time.")
 
 
-def _span(pair: tuple[float, float]) -> str:
+def span(pair: tuple[float, float]) -> str:
+    """A range of numbers as text."""
     low, high = (f"{value:,.0f}" if value >= 10 else f"{value:.1f}" for value in pair)
     return f"{low} to {high}"
 

@@ -202,26 +202,21 @@ def tensors_in(cache: Any) -> list[torch.Tensor]:
     parts = (cache_utils.Cache, cache_utils.CacheLayerMixin, cache_utils.LinearAttentionCacheLayerMixin)
     found: list[torch.Tensor] = []
     seen: set[int] = set()
-
-    def look(value: Any) -> None:
+    # A loop, not a function that calls itself: that would be a cycle which keeps the tensors alive in a recording,
+    # where the garbage collector is off.
+    left = [cache]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            # Numbers (a window as a tensor, a length) are bookkeeping of a few bytes.
-            if value.dim() and id(value) not in seen:
-                seen.add(id(value))
+            if value.dim():  # numbers (a window as a tensor, a length) are bookkeeping of a few bytes
                 found.append(value)
-            return
-        if isinstance(value, Mapping):
-            items = value.values()
+        elif isinstance(value, Mapping):
+            left += reversed(list(value.values()))
         elif isinstance(value, (list, tuple)):
-            items = value
+            left += reversed(value)
         elif isinstance(value, parts):
-            items = vars(value).values()
-        else:
-            return
-        if id(value) not in seen:
-            seen.add(id(value))
-            for item in items:
-                look(item)
-
-    look(cache)
+            left += reversed(list(vars(value).values()))
     return found

@@ -43,6 +43,8 @@ class Serve:
         quiet_transformers()
         options = resolve_options(arguments, SERVING_SETTINGS)
         targets = check_targets(arguments)
+        if "," in (options["gpu"].value or ""):
+            return _compare(arguments, options, targets)
         with Progress() as progress:
             serving = serve_resolved(arguments.model, options, progress=progress)
         put_result(
@@ -51,3 +53,21 @@ class Serve:
         if arguments.require_fit and serving.fit.verdict is not Verdict.FITS:
             return BORDERLINE if serving.fit.verdict is Verdict.BORDERLINE else DOES_NOT_FIT
         return DONE
+
+
+def _compare(arguments: argparse.Namespace, options, targets) -> int:
+    """Several GPUs side by side, the cheapest that fits first."""
+    from metapeak.reports.progress import Progress
+    from metapeak.reports.serving_comparison import comparison_record, print_comparison
+    from metapeak.strategies.serving.comparison import compare_gpus
+
+    with Progress() as progress:
+        candidates = compare_gpus(arguments.model, options, progress=progress)
+    put_result(
+        arguments,
+        targets,
+        lambda: comparison_record(candidates, options),
+        lambda out: print_comparison(candidates, out),
+    )
+    fits = [candidate for candidate in candidates if candidate.fits]
+    return DOES_NOT_FIT if arguments.require_fit and not fits else DONE

@@ -173,7 +173,9 @@ def serve(
     started = time.perf_counter()
     progress("prefill and two tokens")
     make_batch = _batches(module, resolved)
-    layout, weights, encoder = _measured(module, make_batch, quantization, spec)
+    layout, weights = _measured(module, make_batch, quantization)
+    encoder, said = _encoder_tokens(module, layout, spec, max_model_len)
+    notes += said
     context = spec.context or max_model_len
     if context > max_model_len:
         raise InputError(f"context {context} is past max_model_len {max_model_len}. Give at most that.")
@@ -398,8 +400,20 @@ def _batches(module: Any, resolved: Any) -> Callable[[int, int], Mapping[str, An
 # -- measured ----------------------------------------------------------------------------------------------------------
 
 
-def _measured(module: Any, make_batch: Callable, quantization: str | None, spec: ServingSpec):
-    """(layout of the cache, storages of weights, positions of the encoder)."""
+def _encoder_tokens(module: Any, layout: CacheLayout, spec: ServingSpec, max_model_len: int) -> tuple[int, list[str]]:
+    """(positions of the encoder whose keys and values a sequence keeps, what to say of a default)."""
+    if not layout.cross_bytes_per_token:
+        return 0, []
+    if spec.encoder_tokens is not None:
+        return spec.encoder_tokens, []
+    own = getattr(module.config, "max_source_positions", None)
+    tokens = own or max_model_len
+    why = "the encoder's positions" if own else "as long as max_model_len"
+    return tokens, [f"cross-attention keeps {tokens} positions of the encoder, {why} (--encoder-tokens for another)"]
+
+
+def _measured(module: Any, make_batch: Callable, quantization: str | None):
+    """(layout of the cache, storages of weights)."""
     from metapeak.strategies.serving.weights import weights_of
     from metapeak.tracer.capture import move_to_phantom
     from metapeak.tracer.flash_attention import flash_attention_2_available
@@ -409,7 +423,7 @@ def _measured(module: Any, make_batch: Callable, quantization: str | None, spec:
     move_to_phantom(module)
     with flash_attention_2_available():
         layout = measure_cache(module, make_batch(1, PROBE_TOKENS))
-    return layout, weights, spec.encoder_tokens or 0
+    return layout, weights
 
 
 def _on_one_rank(activation_of: Callable, module: Any, rebuild: Callable[[], Any], quantization: str | None, tp: int):

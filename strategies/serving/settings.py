@@ -16,7 +16,7 @@ from metapeak.tracer.simulation import Option
 SERVING_SETTINGS = (
     Setting(name="engine", kind=str, default="transformers", help="who serves; default transformers", choices=ENGINES),
     Setting(name="engine_version", kind=str, default=None, help="as 0.10.2; decides vLLM's rules and defaults"),
-    BY_NAME["gpu"],
+    Setting(name="gpu", kind=str, default=None, help="a name from `metapeak gpus`; several compared: NAME,NAME"),
     BY_NAME["gpu_memory"],
     BY_NAME["task"],
     BY_NAME["weights_dtype"],

@@ -104,3 +104,37 @@ def test_options_from_a_file(tmp_path, capsys):
     record = record_of(capsys, GPT2, "--config", str(config))
     assert (record["engine"]["name"], record["max_model_len"]) == ("vllm", 512)
     assert record["options"]["max_model_len"]["from"].endswith("serve.yaml:3")
+
+
+def test_several_gpus_come_cheapest_that_fits_first(capsys):
+    assert run(GPT2, "--gpu", "h100,l4,t4,rtx-4090", "--engine", "vllm", "--json", "-") == DONE
+    record = json.loads(capsys.readouterr().out)
+    # t4 and l4 are offered for 0.526 and 0.7059 dollars and more; no instance has an RTX 4090
+    assert [one["gpu"] for one in record["candidates"]] == ["t4", "l4", "h100-sxm", "rtx-4090"]
+    assert record["cheapest_that_fits"] == "t4"
+    assert record["candidates"][3]["price_hour"] is None
+
+
+def test_a_gpu_that_cannot_is_named_with_the_reason(capsys):
+    assert run(GPT2, "--gpu", "t4,l4", "--engine", "vllm", "--kv-dtype", "fp8") == DONE
+    said = capsys.readouterr().out
+    assert "t4: keys and values in fp8" in said
+    assert main(["instances", "--gpu", "l4"]) == DONE
+    assert "g6.xlarge" in capsys.readouterr().out
+
+
+def test_speed_and_cost_are_in_the_record(capsys):
+    record = record_of(capsys, GPT2, "--gpu", "l4", "--engine", "vllm")
+    speed, costs = record["speed"], record["costs"]
+    assert 0 < speed["decode_tokens_per_second_one"]["low"] < speed["decode_tokens_per_second_one"]["high"]
+    assert costs and costs[0]["usd_per_million_tokens"]["low"] <= costs[-1]["usd_per_million_tokens"]["low"]
+
+
+def test_an_encoder_decoder_keeps_the_encoders_positions_too(capsys):
+    record = record_of(
+        capsys, "google-t5/t5-small", "--gpu", "l4", "--weights-dtype", "bf16", "--encoder-tokens", "100"
+    )
+    # six layers x keys and values x 8 heads of 64 x 2 bytes, for the decoder's tokens and for the encoder's
+    assert record["kv_bytes_per_token"] == record["cross_attention_bytes_per_token"] == 6 * 2 * 8 * 64 * 2
+    tokens = record["context"] + 100
+    assert record["kv_bytes_per_sequence"] == tokens * record["kv_bytes_per_token"]
