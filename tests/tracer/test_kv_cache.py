@@ -129,6 +129,11 @@ MODELS = {
         )
     ),
 }  # fmt: skip
+# Of kinds that the others have, too: pytest -m slow.
+MORE = (
+    "gpt-bigcode, one head for all", "deepseek-v2, latent", "mixtral", "bloom", "phi3", "cohere",
+    "mamba2, states alone", "bart, cross-attention",
+)  # fmt: skip
 PROMPT, GENERATED = 11, 4
 
 
@@ -165,7 +170,9 @@ def bytes_of(cache):
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in MORE else []) for name in MODELS]
+)
 def test_the_layout_gives_the_bytes_of_a_real_cache(name):
     model = built(MODELS[name], "meta")
     layout = measure_cache(model, generation_batch(model, None, 1, PROBE_TOKENS))
