@@ -11,13 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from metapeak.strategies.attention import attention_of
-from metapeak.strategies.quantization.from_config import checkpoint_quantization
-from metapeak.strategies.quantization.schemes import SCHEMES
-from metapeak.strategies.quantization.strategy import Quantization
 from metapeak.strategies.serving.engines import (
     Budget,
     Engine,
@@ -27,7 +23,8 @@ from metapeak.strategies.serving.engines import (
     parse_version,
     total_of,
 )
-from metapeak.strategies.serving.formats import BF16_CAPABILITY, KV_DTYPES, check_fp8, check_quantization
+from metapeak.strategies.serving.formats import KV_DTYPES, check_fp8, check_quantization
+from metapeak.strategies.serving.served_model import SHORT_DTYPES, build_served, quantise
 from metapeak.strategies.serving.speed import BANDWIDTH_REACHED, FLOPS_REACHED, Cost, Speed, Traffic, costs_of, speed_of
 from metapeak.tracer.device.overheads import Overhead
 from metapeak.tracer.errors import InputError, UnknownName
@@ -37,7 +34,6 @@ from metapeak.tracer.simulation import Fit, How, ModelSummary, Verdict
 from metapeak.tracer.spec import ModelSpec
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +42,7 @@ class ServingSpec:
 
     `max_model_len` None is the model's own maximum, `context` the length that sequences are counted at (None:
     max_model_len), `concurrency` how many of them are asked for, `encoder_tokens` of an encoder-decoder's input.
-    `budget_bytes` replaces the engine's limit, `activation_bytes` and `charges` are traced and assumed unless given.
+    `memory_fraction` is gpu_memory_utilization or mem_fraction_static, `cuda_graphs` False is enforce_eager.
     """
 
     engine: str = "transformers"
@@ -147,7 +143,7 @@ def serve(
     started = time.perf_counter()
     progress(f"building {model.reference}")
     resolved = resolve_model(model)
-    built, notes = _build(resolved, model, engine, gpu, spec)
+    built, notes = build_served(resolved, model, engine, gpu)
     module = built.module
     check_generates(module, resolved.id)
     longest = _longest(module)
@@ -166,7 +162,7 @@ def serve(
     )
     settings = engine.settings(request, gpu)
     summary = _summary(resolved, module)
-    module, quantization, said = _quantise(module, resolved, spec, engine, gpu)
+    module, quantization, said = quantise(module, resolved, spec, engine, gpu)
     notes += said
     seconds["build"] = time.perf_counter() - started
 
@@ -187,7 +183,7 @@ def serve(
         return _activation(module, batches, layout, engine, request, settings, device)
 
     activation, flops, traced = _on_one_rank(
-        activation_of, module, lambda: _build(resolved, model, engine, gpu, spec)[0].module, quantization, spec.tp
+        activation_of, module, lambda: build_served(resolved, model, engine, gpu)[0].module, quantization, spec.tp
     )
     layout = _stored(layout, spec, engine, gpu, built.dtype)
     seconds["trace"] = time.perf_counter() - started
@@ -205,7 +201,7 @@ def serve(
         sequence_bytes=sequence,
         batch=room if engine.batches else spec.concurrency,
         ranks=num_ranks,
-        dtype="fp8" if quantization == "fp8" else _SHORT.get(built.dtype, "fp16"),
+        dtype="fp8" if quantization == "fp8" else SHORT_DTYPES.get(built.dtype, "fp16"),
         checkpoint_bytes=sum(weight.nbytes for weight in weights),
     )
     assumptions = [*resolved.notes, *built.notes, *notes, *traced, *engine.assumptions(request, settings)]
@@ -306,76 +302,6 @@ def _longest(module: Any) -> tuple[int | None, str]:
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
-
-
-def _build(resolved: Any, model: ModelSpec, engine: Engine, gpu: Gpu, spec: ServingSpec) -> tuple[Any, list[str]]:
-    """(the model on meta in the dtype that the engine serves, what was decided)."""
-    from metapeak.strategies.compose import compute_capability_of
-    from metapeak.tracer.flash_attention import flash_attention_2_available
-    from metapeak.tracer.models import build
-
-    notes: list[str] = []
-    dtype = model.dtype
-    with flash_attention_2_available():
-        built = build(resolved, dtype=dtype)
-        bf16 = gpu.supports_bf16 and compute_capability_of(gpu) >= BF16_CAPABILITY
-        if dtype is None and built.dtype == "float32" and engine.casts_float32:
-            dtype = "bfloat16" if bf16 else "float16"
-            notes.append(
-                f"the checkpoint is float32; {engine.name} serves it in {_SHORT[dtype]} (--weights-dtype fp32)"
-            )
-            built = build(resolved, dtype=dtype)
-        if built.dtype == "bfloat16" and not bf16 and engine.needs_bf16_card:
-            raise InputError(
-                f"{engine.name} serves bfloat16 on compute capability >= 8.0 only; {gpu.id} has none. "
-                "Give --weights-dtype fp16."
-            )
-        fast = engine.flash and built.dtype in ("float16", "bfloat16")
-        if fast and getattr(built.module, "_supports_flash_attn", False):
-            implementation, _ = attention_of("flash2", compute_capability_of(gpu))
-            built = build(resolved, dtype=dtype or built.dtype, attention=implementation)
-    return built, notes
-
-
-def _quantise(
-    module: Any, resolved: Any, spec: ServingSpec, engine: Engine, gpu: Gpu
-) -> tuple[Any, str | None, list[str]]:
-    """(module with its packed layers, the format of its weights, notes): what was asked, else the checkpoint's own."""
-    own = checkpoint_quantization(resolved.config_dict)
-    method = ((resolved.config_dict or {}).get("quantization_config") or {}).get("quant_method")
-    if spec.quantization in SCHEMES:
-        strategy = Quantization(scheme=spec.quantization, double_quant=spec.double_quant, group_size=spec.group_size)
-        strategy.check(resolved, None)
-        return strategy.prepare(module), spec.quantization, list(strategy.notes(module))
-    if spec.quantization is not None:
-        return module, spec.quantization, [f"matrices outside the head are stored as {spec.quantization}"]
-    if own is not None:
-        check_quantization(own.scheme, engine.quantizations, engine.name, gpu)
-        return own.prepare(module), own.scheme, list(own.notes(module))
-    if method in ("fp8", "fbgemm_fp8", "compressed-tensors"):
-        return module, *_checkpoint_fp8(module, resolved, engine, gpu, method)
-    if method is not None:
-        return (
-            module,
-            None,
-            [f"the checkpoint is quantised ({method}); its weights are counted as plain {module.dtype}: too many"],
-        )
-    return module, None, []
-
-
-def _checkpoint_fp8(module, resolved, engine, gpu, method) -> tuple[str | None, list[str]]:
-    config = resolved.config_dict["quantization_config"]
-    text = str(config)
-    if method == "compressed-tensors" and "float" not in text:
-        return None, [
-            f"the checkpoint is quantised ({method}, no float8): its weights are counted as plain: too many bytes"
-        ]
-    check_quantization("fp8", engine.quantizations, engine.name, gpu)
-    skipped = config.get("modules_to_not_convert") or config.get("ignore") or config.get("ignored_layers") or []
-    module.metapeak_not_packed = tuple(skipped)
-    return "fp8", [
-        f"the checkpoint's float8 weights: a byte each and a scale a row, outside {len(skipped)} named modules"
-    ]
 
 
 def _summary(resolved: Any, module: Any) -> ModelSummary:
@@ -620,8 +546,3 @@ def _fit(gpu: Gpu, rank: ServingRank, sequence: int, concurrency: int) -> Fit:
     verdict = Verdict.FITS if least >= need else Verdict.BORDERLINE if most >= need else Verdict.DOES_NOT_FIT
     used = tuple(gpu.usable_bytes - left + need for left in (most, least))
     return Fit(gpu=gpu, verdict=verdict, headroom_bytes=rank.kv_cache_bytes - need, device_range=used)
-
-
-def replaced(spec: ServingSpec, **changes: Any) -> ServingSpec:
-    """The spec with other values."""
-    return replace(spec, **changes)
