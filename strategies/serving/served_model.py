@@ -10,6 +10,8 @@ Sources: vllm config/model.py (_resolve_auto_dtype, _check_bf16_support); transf
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from metapeak.strategies.attention import attention_of
@@ -47,11 +49,28 @@ def build_served(resolved: Any, model: ModelSpec, engine: Engine, gpu: Gpu) -> t
                 f"{engine.name} serves bfloat16 on compute capability >= 8.0 only; {gpu.id} has none. "
                 "Give --weights-dtype fp16."
             )
-        fast = engine.flash and built.dtype in ("float16", "bfloat16")
-        if fast and getattr(built.module, "_supports_flash_attn", False):
-            implementation, _ = attention_of("flash2", compute_capability_of(gpu))
-            built = build(resolved, dtype=dtype or built.dtype, attention=implementation)
+        if engine.flash and built.dtype in ("float16", "bfloat16"):
+            flash = _with_flash(built.module, lambda name: build(resolved, dtype=dtype or built.dtype, attention=name))
+            built = flash or built
+            if flash is None and built.module.config._attn_implementation == "eager":
+                notes.append(
+                    f"{type(built.module).__name__} runs no flash attention 2 in transformers: its prefill is traced "
+                    f"with the score matrix, which {engine.name} does not write, so it is an upper bound"
+                )
     return built, notes
+
+
+def _with_flash(module: Any, rebuild: Callable[[str], Any]) -> Any:
+    """The model rebuilt with flash attention 2; None where transformers' class cannot run it (it may pick another
+    kernel instead, or have an older attention class whose imports need the package).
+    """
+    implementation, _ = attention_of("flash2", (8, 0))
+    names = vars(sys.modules[type(module).__module__])
+    imports_it = any(name.endswith("FlashAttention2") for name in names) and "_flash_attention_forward" not in names
+    if not getattr(module, "_supports_flash_attn", False) or imports_it:
+        return None
+    built = rebuild(implementation)
+    return built if built.module.config._attn_implementation == implementation else None
 
 
 def quantise(module: Any, resolved: Any, spec: Any, engine: Engine, gpu: Gpu) -> tuple[Any, str | None, list[str]]:
