@@ -18,6 +18,7 @@ FORMAT = "metapeak step graph"
 VERSION = 1
 
 _TUPLE_COLUMNS = ("value_shape", "value_stride")
+_SET_COLUMNS = ("unsharded", "whole")
 _TUPLE_COLUMNS_OF_SAVES = ("call_inputs", "call_keywords")
 
 
@@ -27,6 +28,7 @@ def save_graph(graph: StepGraph, path: str | Path) -> None:
     columns["args"] = [_encode(list(args)) for args in graph.args]
     columns["kwargs"] = [{name: _encode(value) for name, value in kwargs.items()} for kwargs in graph.kwargs]
     columns["load_names"] = {str(node): name for node, name in graph.load_names.items()}
+    columns |= {name: sorted(columns[name]) for name in _SET_COLUMNS}
     columns["saved"] = asdict(graph.saved) if graph.saved is not None else None
     text = json.dumps({"format": FORMAT, "version": VERSION, "columns": columns}, separators=(",", ":"))
     target = Path(path)
@@ -52,6 +54,7 @@ def load_graph(path: str | Path) -> StepGraph:
     columns["load_names"] = {int(node): name for node, name in columns["load_names"].items()}
     for name in _TUPLE_COLUMNS:
         columns[name] = [tuple(row) for row in columns[name]]
+    columns |= {name: set(columns[name]) for name in _SET_COLUMNS}
     if columns["saved"] is not None:
         for name in _TUPLE_COLUMNS_OF_SAVES:
             columns["saved"][name] = [tuple(row) for row in columns["saved"][name]]
