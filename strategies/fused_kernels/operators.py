@@ -8,22 +8,14 @@ from __future__ import annotations
 
 import torch
 
-_library = torch.library.Library("metapeak", "FRAGMENT")
-_SCHEMAS = (
+from metapeak.strategies.operators import declare
+
+declare(
     "unsloth_rms_norm(Tensor(a!) out, Tensor x, Tensor weight, Tensor(b!) scale) -> ()",
     # the gradient of the output becomes that of the input
     "unsloth_rms_norm_backward(Tensor(a!) grad, Tensor x, Tensor weight, Tensor scale) -> ()",
     # rotated where it lies, and back again
     "unsloth_rope(Tensor(a!) x, Tensor cos, Tensor sin) -> ()",
 )
-
-
-def _nothing(*args):
-    return None
-
-
-for _schema in _SCHEMAS:
-    _library.define(_schema)
-    _library.impl(_schema.split("(")[0], _nothing, "CompositeExplicitAutograd")
 
 kernel = torch.ops.metapeak

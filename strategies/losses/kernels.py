@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import torch
 
-_library = torch.library.Library("metapeak", "DEF")
-_SCHEMAS = (
+from metapeak.strategies.operators import declare
+
+declare(
     # logits become their gradient; one loss a row
     "liger_cross_entropy(Tensor(a!) logits, Tensor target, Tensor(b!) losses) -> ()",
     "liger_element_mul(Tensor(a!) x, Tensor factor) -> ()",
@@ -22,14 +23,5 @@ _SCHEMAS = (
     "unsloth_cross_entropy(Tensor logits, Tensor target, Tensor(a!) losses, Tensor(b!) logsumexp) -> ()",
     "unsloth_cross_entropy_backward(Tensor(a!) logits, Tensor target, Tensor logsumexp, Tensor gradient) -> ()",
 )
-
-
-def _nothing(*args):
-    return None
-
-
-for _schema in _SCHEMAS:
-    _library.define(_schema)
-    _library.impl(_schema.split("(")[0], _nothing, "CompositeExplicitAutograd")
 
 kernel = torch.ops.metapeak

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import torch
 
-_library = torch.library.Library("metapeak", "FRAGMENT")
-_library.define("optimizer_update(str kernel, Tensor(a!) parameter, Tensor grad, Tensor(b!)[] states) -> ()")
+from metapeak.strategies.operators import declare
 
-
-@torch.library.impl(_library, "optimizer_update", "Meta")
-def _updates_nothing(kernel, parameter, grad, states):
-    """No output, no temporary."""
+declare("optimizer_update(str kernel, Tensor(a!) parameter, Tensor grad, Tensor(b!)[] states) -> ()", key="Meta")
 
 
 def update_in_place(kernel: str, parameter: torch.Tensor, states: list[torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from metapeak.strategies.quantization import kernels  # noqa: F401  (defines torch.ops.awq)
-from metapeak.strategies.quantization.layer import QuantizedLayer, hold
+from metapeak.strategies.quantization.layer import QuantizedLayer, hold, hold_bias
 from metapeak.tracer.errors import InputError
 
 
@@ -40,17 +40,7 @@ class AwqLinear(QuantizedLayer, nn.Module):
         hold(self, "qweight", (in_features, packed), torch.int32)
         hold(self, "qzeros", (groups, packed), torch.int32)
         hold(self, "scales", (groups, out_features), dtype)
-        self.register_buffer("bias", None)
-        if source.bias is not None:
-            hold(self, "bias", (out_features,), dtype)
-
-    @property
-    def infeatures(self) -> int:  # what PEFT asks a QuantLinear for
-        return self.in_features
-
-    @property
-    def outfeatures(self) -> int:
-        return self.out_features
+        hold_bias(self, source, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = x.dtype

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from metapeak.strategies.quantization import kernels  # noqa: F401  (defines torch.ops.gptq)
-from metapeak.strategies.quantization.layer import QuantizedLayer, hold
+from metapeak.strategies.quantization.layer import QuantizedLayer, hold, hold_bias
 from metapeak.tracer.errors import InputError
 
 
@@ -51,17 +51,7 @@ class GptqLinear(QuantizedLayer, nn.Module):
         hold(self, "qzeros", (groups, out_features // 32 * bits), torch.int32)
         hold(self, "scales", (groups, out_features), dtype)
         hold(self, "g_idx", (in_features,), torch.int32)
-        self.register_buffer("bias", None)
-        if source.bias is not None:
-            hold(self, "bias", (out_features,), dtype)
-
-    @property
-    def infeatures(self) -> int:  # what PEFT asks a QuantLinear for
-        return self.in_features
-
-    @property
-    def outfeatures(self) -> int:
-        return self.out_features
+        hold_bias(self, source, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shape = (*x.shape[:-1], self.out_features)

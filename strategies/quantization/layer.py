@@ -20,6 +20,14 @@ class QuantizedLayer:
     out_features: int
 
     @property
+    def infeatures(self) -> int:  # what PEFT asks a QuantLinear for
+        return self.in_features
+
+    @property
+    def outfeatures(self) -> int:
+        return self.out_features
+
+    @property
     def weight_numel(self) -> int:
         return self.in_features * self.out_features
 
@@ -48,6 +56,13 @@ class QuantizedLayer:
 def hold(module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Give a module a buffer on meta that no checkpoint is asked for."""
     module.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
+
+
+def hold_bias(module: nn.Module, source: nn.Module, dtype: torch.dtype) -> None:
+    """Give a module a buffer for the bias of the layer that it replaces, or None."""
+    module.register_buffer("bias", None)
+    if source.bias is not None:
+        hold(module, "bias", tuple(source.bias.shape), dtype)
 
 
 def move_bias(target: nn.Module, source: nn.Module) -> None:
