@@ -16,6 +16,7 @@ from metapeak.tracer.errors import InputError, UnknownName
 
 if TYPE_CHECKING:
     from metapeak.tracer.attention import AttentionChoice
+    from metapeak.tracer.models import ResolvedModel
 
 # Values of the option `attention` -> (attn_implementation of transformers, kernel that SDPA is forced to).
 ATTENTION: dict[str, tuple[str | None, str | None]] = {
@@ -43,6 +44,16 @@ def check_attention_dtype(name: str | None, dtype: str) -> None:
             f"attention {name} takes float16 and bfloat16, but the weights are {dtype}. "
             "Give --weights-dtype bf16, or another attention."
         )
+
+
+def check_attention_of(model: ResolvedModel, name: str | None) -> None:
+    """Raise InputError where a model that is not built by transformers is asked for an implementation of transformers.
+
+    The choice among SDPA's kernels holds for whatever calls SDPA.
+    """
+    implementation, _ = ATTENTION[name or "auto"]
+    if implementation in ("eager", "flash_attention_2") and (model.package or model.factory):
+        raise InputError(f"attention {name} belongs to models of transformers; {model.id} has attention of its own.")
 
 
 def attention_of(name: str | None, compute_capability: tuple[int, int]) -> tuple[str | None, AttentionChoice]:

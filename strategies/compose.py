@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from metapeak.strategies.attention import attention_of, check_attention, check_attention_dtype
+from metapeak.strategies.attention import attention_of, check_attention, check_attention_dtype, check_attention_of
 from metapeak.strategies.base import Strategy
 from metapeak.strategies.master_weights import with_master_weights
 from metapeak.strategies.optimizers import OptimizerMaker, check_optimizer, optimizer_maker
@@ -19,6 +19,7 @@ from metapeak.strategies.parallel.ranks import distinct_ranks, distribution, lay
 from metapeak.strategies.parallel.tensor_parallel import sharded_and_whole_apart
 from metapeak.strategies.parallel.unshared import not_shared
 from metapeak.strategies.precision import check_precision, precision_notes, training_loop
+from metapeak.strategies.presets import preset_notes
 from metapeak.strategies.quantization.from_config import with_checkpoint_quantization
 from metapeak.strategies.quantization.strategy import check_base_is_frozen
 from metapeak.tracer.device.allocator_config import DEFAULT_CONFIG, AllocatorConfig
@@ -26,7 +27,7 @@ from metapeak.tracer.device.overheads import overheads
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.kernels import DEFAULT_COMPUTE_CAPABILITY, KernelWorkspaces, device_of
-from metapeak.tracer.simulation import How, ModelSummary, Option, RankResult, Simulation, verdict_for
+from metapeak.tracer.simulation import How, ModelSummary, Option, RankResult, Simulation
 from metapeak.tracer.spec import ModelSpec, StepSpec
 
 # Sizes beyond which a batch or sequence is taken for a slip of the finger.
@@ -82,6 +83,7 @@ def simulate(
     started = time.perf_counter()
     progress(f"building {spec.reference}")
     resolved = resolve_model(spec)
+    check_attention_of(resolved, step.attention)
     strategies, checkpoint_notes = with_checkpoint_quantization(resolved, for_package(resolved, strategies))
     for strategy in strategies:
         strategy.check(resolved, step)
@@ -126,11 +128,12 @@ def simulate(
         _ = rank.reservation  # counted in the seconds of this stage
         traced.append((rank, graph, answered, workspaces))
         seconds["liveness"] = seconds.get("liveness", 0.0) + time.perf_counter() - started
-    worst, graph, answered, workspaces = max(traced, key=lambda one: one[0].allocated_bytes)
+    worst, graph, answered, workspaces = max(traced, key=lambda one: one[0].device_bytes)
     built, tensors, make_optimizer = first.built, first.tensors, first.make_optimizer
 
     assumptions = [
         *resolved.notes,
+        *(preset_notes(options or {}) if resolved.package is None else ()),
         *checkpoint_notes,
         *first.notes,
         *answered,
@@ -154,7 +157,7 @@ def simulate(
             not_modelled=workspaces.not_modelled(),
         ),
         ranks=tuple(rank for rank, *_ in traced),
-        fit=verdict_for(gpu, worst.device_range, worst.device_bytes) if gpu else None,
+        fit=worst.fit_on(gpu),
         graph=graph,
     )
 

@@ -6,15 +6,15 @@ What it changes: nothing; a case is a set of options, and each is simulated on i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from metapeak.tracer.device.overheads import device_bytes, overheads
+from metapeak.tracer.device.overheads import overheads
 from metapeak.tracer.errors import MetapeakError
 from metapeak.tracer.gpus import Gpu, all_gpus
 from metapeak.tracer.liveness import Category
-from metapeak.tracer.simulation import Simulation, Verdict, verdict_for
+from metapeak.tracer.simulation import Simulation, Verdict
 
 # Tokens a sample of pre-training, or the model's maximum if that is less.
 PRETRAINING_SEQ_LEN = 8192
@@ -77,11 +77,10 @@ def footprints(cases: Iterable[Case], run: Callable[[Case], Simulation]) -> list
 
 def smallest_gpu(simulation: Simulation, gpus: Iterable[Gpu] | None = None) -> Gpu | None:
     """The GPU with the least usable memory that holds the worst rank with its overheads; None when none does."""
-    reservation = simulation.worst.reservation
-    segments = (reservation.unfragmented_peak, reservation.reserved_peak)
+    worst = simulation.worst
     fitting = [
         gpu
         for gpu in (all_gpus() if gpus is None else gpus)
-        if verdict_for(gpu, device_bytes(segments, overheads(gpu))).verdict is Verdict.FITS
+        if replace(worst, overheads=overheads(gpu, worst.overheads.groups)).fit_on(gpu).verdict is Verdict.FITS
     ]
     return min(fitting, key=lambda gpu: (gpu.usable_bytes, gpu.marketed_gb, gpu.id), default=None)

@@ -18,6 +18,8 @@ from metapeak.tracer.errors import UnknownName
 if TYPE_CHECKING:
     import torch
 
+    from metapeak.tracer.graph import StepGraph
+
 KERNELS = {
     "fused-rmsnorm": "RMSNorm as Unsloth's kernel: the input's gradient takes the place of the output's, no gradient "
     "of the weight",
@@ -67,6 +69,11 @@ class Kernels(NoOpStrategy):
             for name in self.names
             if name != "fused-cross-entropy" and not _file_of(name).places(module)
         )
+
+    def remarks(self, graph: StepGraph) -> tuple[str, ...]:
+        if "fused-cross-entropy" not in self.names or "metapeak.unsloth_cross_entropy.default" in graph.op_names:
+            return ()
+        return ("fused-cross-entropy changes nothing: this loss path does not call torch's cross entropy",)
 
     def assumptions(self) -> tuple[str, ...]:
         return tuple(f"{name}: {KERNELS[name]}" for name in self.names)

@@ -92,6 +92,10 @@ class LoRA(NoOpStrategy):
             if isinstance(pattern, str):
                 _compile(pattern)
 
+    @property
+    def alpha_of_peft(self) -> float:
+        return PEFT_ALPHA if self.alpha is None else self.alpha
+
     def prepare(self, module: torch.nn.Module) -> torch.nn.Module:
         """The PeftModel around the module, which PEFT changes in place."""
         import torch
@@ -124,7 +128,7 @@ class LoRA(NoOpStrategy):
         return LoraConfig(
             task_type=PEFT_TASKS.get(_task_of(module)),
             r=self.rank,
-            lora_alpha=self.alpha or PEFT_ALPHA,
+            lora_alpha=self.alpha_of_peft,
             target_modules=self._targets(module),
             exclude_modules=_listed(self.exclude),
             lora_dropout=float(self.dropout),
@@ -168,7 +172,7 @@ class LoRA(NoOpStrategy):
         values: dict[str, Any] = {
             "method": self.name,
             "lora_rank": self.rank,
-            "lora_alpha": self.alpha or PEFT_ALPHA,
+            "lora_alpha": self.alpha_of_peft,
             "lora_dropout": float(self.dropout),
             "lora_dora": self.dora,
             "lora_rslora": self.rslora,
@@ -205,7 +209,7 @@ class LoRA(NoOpStrategy):
         kinds = [text for text, used in (("DoRA", self.dora), ("rsLoRA", self.rslora)) if used] or ["LoRA"]
         yield (
             f"{' and '.join(kinds)} by PEFT on {len(layers)} layers: {count:,} adapter parameters in "
-            f"{' and '.join(dtypes)}{why}, alpha {self.alpha or PEFT_ALPHA:g}, dropout {self.dropout:g}; "
+            f"{' and '.join(dtypes)}{why}, alpha {self.alpha_of_peft:g}, dropout {self.dropout:g}; "
             "the base is frozen"
         )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from metapeak.strategies.checkpoint_policies import Nothing, Offload, parse_policy
@@ -29,6 +29,8 @@ COSTS = {"none": 0.0, "kernel": 1.0, "smaller micro-batch": 2.0, "recompute": 2.
 SUGGESTIONS = 5
 SECONDS = 60.0
 _ORIGIN = "make it fit"
+# A plan counts live bytes, and segments lie above them. Only decides which plan is tried: what comes of it is judged.
+_SHARE_OF_LIVE_BYTES = 0.95
 # Optimizers that have a fused implementation, and the 8-bit form of each.
 _FUSED = ("adamw", "adam", "sgd")
 _EIGHT_BIT = {"adamw": "adamw8bit", "adam": "adam8bit"}
@@ -179,10 +181,9 @@ def _recompute(values: Mapping[str, Any], options: Mapping[str, Option]) -> Iter
         gpu = gpu_of(options)
         budget = gpu.usable_bytes - overheads(gpu).high_bytes
         if budget > 0:
-            # Reserved memory lies above live memory: the plan leaves the segments some room.
             yield Change(
                 name="checkpointing plan",
-                options={"checkpointing": f"budget:{0.95 * budget / 2**30:.2f}"},
+                options={"checkpointing": f"budget:{_SHARE_OF_LIVE_BYTES * budget / 2**30:.2f}"},
                 kind="recompute",
                 costs="recompute",
             )
@@ -301,8 +302,9 @@ class _Search:
         options = self.changed(changes)
         try:
             simulation = self.traces.simulate(options)
+            percent = self._percent(options)
             self.tried.append(
-                Suggestion(changes=changes, simulation=_light(simulation), extra_flops_percent=self._percent(options))
+                Suggestion(changes=changes, simulation=simulation.without_graph(), extra_flops_percent=percent)
             )
         except MetapeakError as error:
             self.refused[" + ".join(change.name for change in changes)] = str(error)
@@ -320,12 +322,6 @@ class _Search:
         if same or isinstance(policy, (Nothing, Offload)):
             return 0.0
         return self.traces.extra_flops_percent(policy)
-
-
-def _light(simulation: Simulation) -> Simulation:
-    """Without the graph, which holds everything that was recorded."""
-    _ = simulation.worst.reservation
-    return replace(simulation, graph=None)
 
 
 def _by_trace(sets: Sequence[tuple[Change, ...]], search: _Search) -> list[tuple[Change, ...]]:

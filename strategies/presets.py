@@ -47,10 +47,9 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """A framework at a version. `notes` are sentences about what it does that no option says."""
+    """A framework at a version. `notes` say what it does with a model of transformers that no option says."""
 
     name: str
-    framework: str
     fills: tuple[Fill, ...]
     refusals: tuple[Refusal, ...] = ()
     notes: tuple[str, ...] = ()
@@ -66,7 +65,6 @@ _PEFT = "peft 0.21 tuners/lora/config.py:LoraConfig"
 
 HF_TRAINER = Preset(
     name="hf-trainer",
-    framework="transformers 5.24 Trainer",
     fills=(
         _fill("batch_size", 8, f"{_TRAINER}.per_device_train_batch_size"),
         _fill("optimizer", "adamw", f"{_TRAINER}.optim (adamw_torch_fused)"),
@@ -83,7 +81,6 @@ _SCRIPT = "trl 1.16 trainer/model_config.py:ModelConfig"
 
 TRL = Preset(
     name="trl",
-    framework="trl 1.16 SFTTrainer",
     fills=(
         _fill("batch_size", 8, f"{_TRAINER}.per_device_train_batch_size"),
         _fill("seq_len", 1024, f"{_SFT}.max_length"),
@@ -107,19 +104,24 @@ TRL = Preset(
 )
 
 _TUNE_FULL = "torchtune 0.6.1 recipes/configs/llama3_1/8B_full.yaml"
+_TUNE_SYNC = "torchtune 0.6.1 recipes/full_finetune_distributed.py (no no_sync)"
 _TUNE_LORA = "torchtune 0.6.1 recipes/configs/llama3_1/8B_lora_single_device.yaml"
 # lora_attn_modules q_proj, v_proj, output_proj and apply_lora_to_mlp.
 _TUNE_TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 TORCHTUNE = Preset(
     name="torchtune",
-    framework="torchtune 0.6.1 recipes",
     fills=(
         _fill("batch_size", 2, _TUNE_FULL),
         _fill("weights_dtype", "bf16", f"{_TUNE_FULL} (dtype)"),
         _fill("optimizer", "adamw", _TUNE_FULL),
         _fill("implementation", "fused", _TUNE_FULL, optimizer=("adamw", "adam")),
-        _fill("sync_each_batch", True, "torchtune 0.6.1 recipes/full_finetune_distributed.py (no no_sync)"),
+        _fill(
+            "sync_each_batch",
+            True,
+            "torchtune 0.6.1 recipes/full_finetune_distributed.py (no no_sync)",
+            engine=("ddp", "fsdp1", "fsdp2"),
+        ),
         _fill("checkpointing", "full", f"{_TUNE_FULL} (enable_activation_checkpointing)"),
         _fill("loss", "chunked-output:8", f"{_TUNE_FULL} (CEWithChunkedOutputLoss)"),
         _fill("lora_rank", 8, _TUNE_LORA, method=("lora", "qlora")),
@@ -149,7 +151,6 @@ _LITGPT_LORA = "litgpt 0.5.13 finetune/lora.py"
 
 LITGPT = Preset(
     name="litgpt",
-    framework="litgpt 0.5.13",
     fills=(
         _fill("quantization", "nf4", "litgpt's tutorials/quantize.md (bnb.nf4)", method=("qlora",)),
         _fill("double_quant", False, "litgpt's tutorials/quantize.md (bnb.nf4, not bnb.nf4-dq)", method=("qlora",)),
@@ -184,6 +185,12 @@ LITGPT = Preset(
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {preset.name: preset for preset in (HF_TRAINER, TRL, TORCHTUNE, LITGPT)}
 )
+
+
+def preset_notes(options: Mapping[str, Option]) -> tuple[str, ...]:
+    """What the preset among `options`, if any, does beside its options."""
+    preset = options["preset"].value if "preset" in options else None
+    return PRESETS[preset].notes if preset is not None else ()
 
 
 def filled_in(options: Mapping[str, Option], name: str) -> dict[str, Option]:

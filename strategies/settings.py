@@ -62,6 +62,8 @@ def numbers_of(text: str) -> tuple[int, ...]:
         first, _, last = part.partition("-")
         if not first.isdigit() or (last and not last.isdigit()):
             raise InputError(f"'{text}' is no list of numbers such as 0-3,7.")
+        if last and int(last) < int(first):
+            raise InputError(f"'{text}': the range {part} runs backwards.")
         numbers += range(int(first), int(last or first) + 1)
     return tuple(numbers)
 

@@ -18,9 +18,9 @@ from metapeak.strategies.base import Strategy
 from metapeak.strategies.checkpoint_policies import EveryBlock, Nothing, Policy, parse_policy
 from metapeak.strategies.compose import simulate
 from metapeak.strategies.gradient_checkpointing import GradientCheckpointing
+from metapeak.strategies.parallel.options import parallel_strategies
 from metapeak.strategies.request import allocator_of, gpu_of, model_spec, model_strategies, simulate_resolved, step_spec
-from metapeak.tracer.gpus import Gpu
-from metapeak.tracer.simulation import Option, RankResult, Simulation, verdict_for
+from metapeak.tracer.simulation import Option, Simulation
 
 # Options that are applied to a recorded step.
 _AFTER_THE_TRACE = frozenset({"checkpointing", "allocator_config"})
@@ -61,7 +61,7 @@ class SharedTraces:
     def simulate(self, options: Mapping[str, Option]) -> Simulation:
         """As `simulate_resolved` for resolved options. Raises what it raises."""
         policy = parse_policy(options["checkpointing"].value)
-        if ":" in self.reference or _spreads(options):
+        if ":" in self.reference or parallel_strategies({name: option.value for name, option in options.items()}):
             return self._alone(options)
         key = trace_key(options)
         if key != self._key:
@@ -127,7 +127,7 @@ class SharedTraces:
             options={**base.options, **given},
             how=replace(base.how, assumptions=tuple(dict.fromkeys(sentences))),
             ranks=(rank,),
-            fit=_fit(gpu, rank),
+            fit=rank.fit_on(gpu),
             graph=graph,
         )
 
@@ -141,15 +141,3 @@ def trace_key(options: Mapping[str, Option]) -> tuple:
 def _has_saves(options: Mapping[str, Option]) -> bool:
     """Whether the step is recorded so that checkpoints can be put in: always for a full fine-tune."""
     return options["method"].value == "full" or options["checkpointing"].value != "none"
-
-
-def _spreads(options: Mapping[str, Option]) -> bool:
-    """Whether the step runs on several ranks."""
-    return any(name in options and options[name].value not in (None, 1, "none") for name in _DEGREES)
-
-
-_DEGREES = ("engine", "zero_stage", "dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
-
-
-def _fit(gpu: Gpu | None, rank: RankResult):
-    return verdict_for(gpu, rank.device_range, rank.device_bytes) if gpu else None

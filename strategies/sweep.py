@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from metapeak.strategies.shared_trace import SharedTraces, trace_key
@@ -79,7 +79,7 @@ def sweep(
         progress(f"{done + 1} of {len(order)}: {' '.join(f'{name}={v}' for name, v in chosen[position].items())}")
         try:
             simulation = traces.simulate(resolved[position])
-            results[position] = Point(values=chosen[position], simulation=without_graph(simulation))
+            results[position] = Point(values=chosen[position], simulation=simulation.without_graph())
         except MetapeakError as error:
             problem, results[position] = error, Point(values=chosen[position], refused=str(error))
     if problem is not None and all(point.simulation is None for point in results):
@@ -87,12 +87,6 @@ def sweep(
     return Sweep(
         swept={name: tuple(values) for name, values in swept.items()}, points=tuple(results), traces=traces.traces
     )
-
-
-def without_graph(simulation: Simulation) -> Simulation:
-    """The simulation, replayed through the allocator, without the recorded step, which holds most of its memory."""
-    _ = simulation.worst.reservation
-    return replace(simulation, graph=None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,7 +135,7 @@ class _Bracket:
     def fits(self, value: int) -> bool:
         self._progress(f"trying {self.option} {value}")
         try:
-            simulation = without_graph(self._simulate_at(value))
+            simulation = self._simulate_at(value).without_graph()
         except InputError as error:
             if value == 1:
                 raise

@@ -44,6 +44,7 @@ def make_batch(model: nn.Module, task: str, batch: BatchSpec) -> Batch:
         raise UnknownName("task", task, TASKS)
     draft = _Draft(model=model, task=task, spec=batch)
     TASKS[task](draft)
+    _say_what_is_not_read(draft)
     return Batch(tensors=draft.tensors, notes=tuple(dict.fromkeys(draft.notes)))
 
 
@@ -69,6 +70,17 @@ class _Draft:
                 f"`labels` and gives no loss. Try a class with a loss, or give your own model and loss as "
                 f"`file.py:function`."
             )
+
+
+def _say_what_is_not_read(draft: _Draft) -> None:
+    """A note for each size that was given and that this batch has no place for."""
+    spec, images = draft.spec, any("pixel" in name or "patches" in name for name in draft.tensors)
+    given = {
+        "target_len": spec.target_len is not None and draft.task not in _WITH_TARGETS,
+        "image_size": spec.image_size is not None and not images,
+        "num_images": spec.num_images != 1 and draft.task != "image-text-to-text",
+    }
+    draft.notes += [f"{name} is not used: {draft.task} has no place for it" for name, unread in given.items() if unread]
 
 
 # -- how long a sequence may be ----------------------------------------------------------------------------------------
@@ -590,6 +602,7 @@ def sum_of_features(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return features.float().sum()
 
 
+_WITH_TARGETS = ("seq2seq-lm", "speech-seq2seq", "ctc")
 TASKS: dict[str, Callable[[_Draft], None]] = {
     "causal-lm": _language_model,
     "masked-lm": _language_model,

@@ -106,7 +106,7 @@ class DiskCache:
             with contextlib.suppress(OSError):
                 path.unlink()
                 removed, nbytes = removed + 1, nbytes + status.st_size
-        self._sweep(older_than=_STALE_SECONDS)
+        self._sweep()
         return removed, nbytes
 
     @property
@@ -156,7 +156,7 @@ class DiskCache:
 
     def _make_room(self, keep: str | None = None) -> int:
         """Remove what was not used for longest until the bound holds; what was just written stays."""
-        self._sweep(older_than=_STALE_SECONDS)
+        self._sweep()
         files = sorted(self._files(), key=lambda item: item[1].st_mtime)
         over, removed = sum(status.st_size for _, status in files) - self.max_bytes, 0
         for path, status in files:
@@ -164,18 +164,18 @@ class DiskCache:
                 break
             if path.stem == keep:
                 continue
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # another process's, or gone already
                 path.unlink()
-            over, removed = over - status.st_size, removed + 1
+                over, removed = over - status.st_size, removed + 1
         return removed
 
-    def _sweep(self, older_than: float) -> None:
+    def _sweep(self) -> None:
         """Remove what killed writers left."""
         with contextlib.suppress(OSError), os.scandir(self.folder) as items:
             for item in items:
                 if item.name.startswith(_TEMPORARY):
                     with contextlib.suppress(OSError):
-                        if time.time() - item.stat().st_mtime > older_than:
+                        if time.time() - item.stat().st_mtime > _STALE_SECONDS:
                             os.unlink(item.path)
 
 

@@ -117,7 +117,9 @@ def record_forward(module: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) 
             output = module(**on_device)
         del output
         recorder.close()
-    return Inference(graph=recorder.finish(), cache=None, cache_rows=frozenset(), assumptions={})
+    return Inference(
+        graph=recorder.finish(), cache=None, cache_rows=frozenset(), assumptions=dict(recorder.mode.assumptions)
+    )
 
 
 def generation_batch(model: torch.nn.Module, task: str | None, sequences: int, tokens: int) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from metapeak.tracer.device.allocator_config import DEFAULT_CONFIG, AllocatorConfig
@@ -107,9 +107,12 @@ class RankResult:
 
     @property
     def device_bytes(self) -> int:
-        """What the driver is expected to show: segments as the allocator makes them, overheads in mid-range."""
-        low, high = device_bytes(self.reserved_bytes, self.overheads)
-        return (low + high) // 2
+        """What the driver is expected to show: segments as the allocator makes them, overheads as expected."""
+        return self.reserved_bytes + self.overheads.expected_bytes
+
+    def fit_on(self, gpu: Gpu | None) -> Fit | None:
+        """The verdict for a GPU, None for none."""
+        return verdict_for(gpu, self.device_range, self.device_bytes) if gpu else None
 
     @property
     def peak_at(self) -> Instant:
@@ -160,16 +163,22 @@ class Simulation:
     graph: Any = field(default=None, repr=False)
     suggestions: Mapping[str, Any] | None = field(default=None, repr=False)
 
+    def without_graph(self) -> Simulation:
+        """Replayed through the allocator, without the recorded step, which holds most of the memory."""
+        for rank in self.ranks:
+            _ = rank.reservation
+        return replace(self, graph=None)
+
     @property
     def worst(self) -> RankResult:
-        """The rank that needs most."""
-        return max(self.ranks, key=lambda rank: rank.allocated_bytes)
+        """The rank that needs most of its GPU."""
+        return max(self.ranks, key=lambda rank: rank.device_bytes)
 
 
-def verdict_for(gpu: Gpu, device_range: tuple[int, int], expected_bytes: int | None = None) -> Fit:
+def verdict_for(gpu: Gpu, device_range: tuple[int, int], expected_bytes: int) -> Fit:
     """Whether (least, most) device bytes fit what torch sees of the GPU, from which context and libraries are taken.
 
-    The headroom is counted from `expected_bytes` (None: the middle of the range).
+    The headroom is counted from `expected_bytes`.
 
     Fits: even the most. Does not fit: not even the least. Borderline: between, what the overheads' ranges leave open.
     """
@@ -180,5 +189,4 @@ def verdict_for(gpu: Gpu, device_range: tuple[int, int], expected_bytes: int | N
         verdict = Verdict.BORDERLINE
     else:
         verdict = Verdict.FITS
-    expected = (low + high) // 2 if expected_bytes is None else expected_bytes
-    return Fit(gpu=gpu, verdict=verdict, headroom_bytes=gpu.usable_bytes - expected, device_range=device_range)
+    return Fit(gpu=gpu, verdict=verdict, headroom_bytes=gpu.usable_bytes - expected_bytes, device_range=device_range)

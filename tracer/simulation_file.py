@@ -17,7 +17,7 @@ from metapeak.tracer.device.overheads import Overhead, Overheads
 from metapeak.tracer.device.reserve import OutOfMemoryAt, replayed
 from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.liveness import Liveness
-from metapeak.tracer.simulation import How, ModelSummary, Option, RankResult, Simulation, verdict_for
+from metapeak.tracer.simulation import How, ModelSummary, Option, RankResult, Simulation
 
 _ARRAYS = ("birth", "death", "nbytes", "category", "module", "source", "dtype")
 _ARRAYS += ("op", "op_phase", "op_iteration", "op_module", "op_recompute", "op_node")
@@ -52,7 +52,7 @@ def simulation_to_bytes(simulation: Simulation) -> bytes:
         "options": {name: [_plain(option.value), option.origin] for name, option in simulation.options.items()},
         "how": {**asdict(simulation.how), "seconds": dict(simulation.how.seconds), "cached": False},
         "ranks": ranks,
-        "output_dtypes": dict(getattr(simulation.graph, "output_dtypes", {})),
+        "output_dtypes": dict(simulation.graph.output_dtypes) if simulation.graph is not None else {},
         "suggestions": simulation.suggestions,
     }
     return json.dumps(record).encode() + b"\n" + zlib.compress(b"".join(chunks), 1)
@@ -75,8 +75,7 @@ def simulation_from_bytes(content: bytes, gpu: Gpu | None) -> Simulation:
         graph=RecordedDtypes(output_dtypes=record["output_dtypes"]),
         suggestions=record["suggestions"],
     )
-    worst = simulation.worst
-    return replace(simulation, fit=verdict_for(gpu, worst.device_range, worst.device_bytes) if gpu else None)
+    return replace(simulation, fit=simulation.worst.fit_on(gpu))
 
 
 def _rank_record(rank: RankResult, chunks: list[bytes]) -> dict[str, Any]:
@@ -93,6 +92,7 @@ def _rank_record(rank: RankResult, chunks: list[bytes]) -> dict[str, Any]:
         "names": {name: list(getattr(liveness, name)) for name in _NAMES},
         "allocator": {column.name: _plain(getattr(rank.allocator, column.name)) for column in fields(rank.allocator)},
         "overheads": [asdict(item) for item in rank.overheads.items],
+        "groups": rank.overheads.groups,
         "reservation": {name: getattr(result, name) for name in _RESERVATION},
         "oom": asdict(result.oom) if result.oom is not None else None,
     }
@@ -112,7 +112,9 @@ def _rank(record: dict[str, Any], data: memoryview) -> RankResult:
         **{name: _unplain(value) for name, value in record["plain"].items()},
         liveness=liveness,
         allocator=config,
-        overheads=Overheads(items=tuple(Overhead(**item) for item in record["overheads"])),
+        overheads=Overheads(
+            items=tuple(Overhead(**item) for item in record["overheads"]), groups=tuple(record["groups"])
+        ),
     )
     oom = OutOfMemoryAt(**record["oom"]) if record["oom"] is not None else None
     # The replay takes longer than everything else here; what it found is known.

@@ -15,7 +15,7 @@ from metapeak.tracer.errors import InputError
 from metapeak.tracer.graph import SavedTensors, StepGraph, Symbol, Value
 
 FORMAT = "metapeak step graph"
-VERSION = 1
+VERSION = 2
 
 _TUPLE_COLUMNS = ("value_shape", "value_stride")
 _SET_COLUMNS = ("unsharded", "whole")

@@ -173,6 +173,8 @@ def find(spec: OptimizerSpec) -> tuple[Entry, str | None]:
     asked = (None if spec.implementation == IN_BACKWARD else spec.implementation) or implied
     if implied and asked != implied:
         raise InputError(f"Optimizer {spec.name} is the {implied} implementation; {asked} was asked for as well.")
+    if name == NONE:
+        _refuse_what_belongs_to_an_optimizer(spec)
     entry = _by_import_path(spec.name) if name is None else OPTIMIZERS[name]
     if asked == TORCHAO and name in _IN_TORCHAO:
         entry = _torchao(_IN_TORCHAO[name])
@@ -189,6 +191,18 @@ def find(spec: OptimizerSpec) -> tuple[Entry, str | None]:
     if spec.state_dtype and not asked:
         implementation = LOOP
     return replace(entry, arguments=arguments), implementation
+
+
+def _refuse_what_belongs_to_an_optimizer(spec: OptimizerSpec) -> None:
+    words = {
+        "implementation": spec.implementation,
+        "state_dtype": spec.state_dtype,
+        "optimizer_args": dict(spec.arguments),
+        "master_weights": spec.master_weights,
+    }
+    given = [word for word, value in words.items() if value]
+    if given:
+        raise InputError(f"{', '.join(given)} belongs to an optimizer, and optimizer none makes no step.")
 
 
 def _resolve_alias(given: str) -> tuple[str | None, str | None, dict[str, Any]]:

@@ -21,9 +21,6 @@ from metapeak.tracer.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-    from metapeak.tracer.models import ResolvedModel
-    from metapeak.tracer.spec import StepSpec
-
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP1(NoOpStrategy):
@@ -43,13 +40,8 @@ class FSDP1(NoOpStrategy):
     backward_prefetch: str | None = "BACKWARD_PRE"
     limit_all_gathers: bool = True
     upcast: str = "none"
-    cpu_offload: bool = False
 
     name = "fsdp1"
-
-    def check(self, model: ResolvedModel, step: StepSpec) -> None:
-        if self.cpu_offload:
-            raise InputError("cpu_offload: shards on the host are not predicted yet.")
 
     def prepare(self, module: torch.nn.Module) -> torch.nn.Module:
         cast_up(module, self.upcast)

@@ -35,8 +35,7 @@ class FSDP2(NoOpStrategy):
     `wrap` names the units (see units.py); what no unit holds is sharded by the root.
     `reshard_after_forward` is that of `fully_shard`: None (all units but the root), True, False or a number of ranks.
     `param_dtype`, `reduce_dtype` and `output_dtype` make the MixedPrecisionPolicy. `upcast` makes parameters float32
-    before they are sharded: those that are trained, or all. `cpu_offload` keeps shards, their gradients and the
-    optimizer on the host.
+    before they are sharded: those that are trained, or all.
     """
 
     layout: Layout = NO_LAYOUT
@@ -47,7 +46,6 @@ class FSDP2(NoOpStrategy):
     output_dtype: str | None = None
     cast_forward_inputs: bool = True
     upcast: str = "none"
-    cpu_offload: bool = False
 
     name = "fsdp2"
     shards_dim_0 = True
@@ -61,8 +59,6 @@ class FSDP2(NoOpStrategy):
                     f"reshard_after_forward is {number}, but has to be always, never or a divisor of dp_shard {shards} "
                     f"other than 1 and {shards}."
                 )
-        if self.cpu_offload:
-            raise InputError("cpu_offload: shards on the host are not predicted yet.")
 
     def prepare(self, module: torch.nn.Module) -> torch.nn.Module:
         cast_up(module, self.upcast)

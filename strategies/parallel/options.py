@@ -57,6 +57,12 @@ def with_parallel_precision(options: Mapping[str, Option]) -> dict[str, Option]:
     given = [name for name in _FSDP_OPTIONS if options[name].value is not None]
     if given and engine not in SHARDED_ENGINES:
         raise InputError(f"{', '.join(given)} belongs to engines {' and '.join(SHARDED_ENGINES)}, not to {engine}.")
+    if options["cpu_offload"].value:
+        raise InputError("cpu_offload: shards and optimizer states on the host are not predicted yet.")
+    if options["sync_each_batch"].value and engine == "none":
+        raise InputError("sync_each_batch belongs to engines that reduce gradients: ddp, fsdp1 and fsdp2.")
+    if engine == "fsdp1" and options["output_dtype"].value is not None:
+        raise InputError("output_dtype is FSDP2's; FSDP1 returns what the model returns.")
     if engine in SHARDED_ENGINES:
         _mixed_precision(options)
     return options
@@ -170,7 +176,6 @@ def _fsdp(engine: str, layout: Layout, values: Mapping[str, Any]) -> Strategy:
     dtypes = {name: _LONG.get(values[name]) for name in ("param_dtype", "reduce_dtype")}
     shared: dict[str, Any] = {"layout": layout, "wrap": values["wrap"] or ("blocks",), **dtypes}
     shared["upcast"] = values["fsdp_upcast"] or "none"
-    shared["cpu_offload"] = bool(values["cpu_offload"])
     reshard = parse_reshard(values["reshard_after_forward"] or "default")
     if engine == "fsdp2":
         return FSDP2(**shared, reshard_after_forward=reshard, output_dtype=_LONG.get(values["output_dtype"]))

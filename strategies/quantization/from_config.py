@@ -65,10 +65,11 @@ def with_checkpoint_quantization(
 
 
 def _refuse_other_options(model: str, asked: Quantization, own: Quantization) -> None:
+    """Refuse what the checkpoint decides otherwise. Double quantisation gives way: presets and qlora fill it in."""
     for field in dataclasses.fields(Quantization):
         if field.name in ("compute_dtype", "quant_storage", "group_size", "skip_modules"):
             value, there = getattr(asked, field.name), getattr(own, field.name)
-            if value not in (field.default, there):
+            if value != there and (field.name in asked.named or value != field.default):
                 raise InputError(f"{model} is quantised already, with {field.name} {there}; {value} was asked for.")
 
 

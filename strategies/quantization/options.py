@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from metapeak.strategies.quantization.schemes import check_scheme
-from metapeak.strategies.quantization.strategy import Quantization
+from metapeak.strategies.quantization.schemes import check_read_by, check_scheme
+from metapeak.strategies.quantization.strategy import NotQuantized, Quantization
 from metapeak.tracer.errors import InputError
 
 # Option -> field of Quantization.
@@ -23,7 +23,7 @@ QUANTIZATION_OPTIONS = {
 QLORA_SCHEME = "nf4"
 
 
-def quantization_strategies(values: Mapping[str, Any]) -> list[Quantization]:
+def quantization_strategies(values: Mapping[str, Any]) -> list[Quantization | NotQuantized]:
     """The strategy of the option `quantization`, if any; `values` are options by name, those not given None.
 
     Method qlora is a quantised base and adapters: nf4 with double quantisation unless the options say otherwise.
@@ -46,18 +46,14 @@ def quantization_strategies(values: Mapping[str, Any]) -> list[Quantization]:
                 f"{', '.join(given)} belongs to a quantised base, but there is none. Give --quantization or --method "
                 "qlora."
             )
-        return []
+        return [NotQuantized()] if scheme == "none" else []
     if scheme is not None:
         check_scheme(scheme)
     if method == "full":
         raise InputError(f"{scheme} weights cannot be trained: use --method qlora.")
-    if method == "qlora":
-        origin = "option" if scheme is not None else "method qlora"
-        scheme = scheme or QLORA_SCHEME
-        if scheme in ("nf4", "fp4"):
-            given.setdefault("double_quant", True)
-    else:
-        origin = "option"
-    if scheme not in ("nf4", "fp4") and given.get("double_quant") is False:
-        given.pop("double_quant")
-    return [Quantization(scheme=scheme, origin=origin, **given)]
+    origin, named = "option" if scheme is not None else "method qlora", tuple(given)
+    scheme = scheme or QLORA_SCHEME
+    check_read_by(scheme, [name for name in named if given[name] is not False])
+    if method == "qlora" and scheme in ("nf4", "fp4"):
+        given.setdefault("double_quant", True)
+    return [Quantization(scheme=scheme, origin=origin, named=named, **given)]

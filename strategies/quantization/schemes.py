@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from metapeak.tracer.errors import InputError, UnknownName
@@ -14,22 +15,24 @@ DEFAULT_GROUP_SIZE = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
-    """`method` is transformers' name of the library, `bits` those of a weight."""
+    """`method` is transformers' name of the library, `bits` those of a weight, `options` those that it reads."""
 
     name: str
     method: str
     bits: int
+    options: tuple[str, ...] = ()
 
 
+_OF_4BIT, _OF_GPTQ = ("double_quant", "compute_dtype", "quant_storage"), ("compute_dtype", "group_size", "gptq_kernel")
 SCHEMES = {
     scheme.name: scheme
     for scheme in (
-        Scheme(name="nf4", method="bitsandbytes", bits=4),
-        Scheme(name="fp4", method="bitsandbytes", bits=4),
+        Scheme(name="nf4", method="bitsandbytes", bits=4, options=_OF_4BIT),
+        Scheme(name="fp4", method="bitsandbytes", bits=4, options=_OF_4BIT),
         Scheme(name="int8", method="bitsandbytes", bits=8),
-        Scheme(name="gptq4", method="gptq", bits=4),
-        Scheme(name="gptq8", method="gptq", bits=8),
-        Scheme(name="awq4", method="awq", bits=4),
+        Scheme(name="gptq4", method="gptq", bits=4, options=_OF_GPTQ),
+        Scheme(name="gptq8", method="gptq", bits=8, options=_OF_GPTQ),
+        Scheme(name="awq4", method="awq", bits=4, options=("group_size",)),
     )
 }
 
@@ -49,20 +52,22 @@ def check_scheme(
     >>> check_scheme("int8", double_quant=True)
     Traceback (most recent call last):
     ...
-    metapeak.tracer.errors.InputError: double_quant belongs to nf4 and fp4; int8 has no second level of statistics.
+    metapeak.tracer.errors.InputError: double_quant belongs to nf4, fp4; int8 does not read it.
     """
     if scheme not in SCHEMES:
         raise UnknownName("quantization", scheme, SCHEMES)
-    if double_quant and scheme not in ("nf4", "fp4"):
-        raise InputError(f"double_quant belongs to nf4 and fp4; {scheme} has no second level of statistics.")
+    given = {
+        "double_quant": double_quant,
+        "compute_dtype": compute_dtype is not None,
+        "quant_storage": quant_storage != "uint8",
+        "group_size": group_size != DEFAULT_GROUP_SIZE,
+        "gptq_kernel": gptq_kernel != GPTQ_KERNELS[0],
+    }
+    check_read_by(scheme, [name for name, is_given in given.items() if is_given])
     if compute_dtype is not None and compute_dtype not in DTYPES:
         raise UnknownName("compute dtype", compute_dtype, DTYPES)
-    if compute_dtype is not None and scheme == "int8":
-        raise InputError("compute_dtype belongs to 4-bit layers; int8 computes in int8 and dequantises to float16.")
     if quant_storage not in STORAGE_DTYPES:
         raise UnknownName("quant storage", quant_storage, STORAGE_DTYPES)
-    if quant_storage != "uint8" and scheme not in ("nf4", "fp4"):
-        raise InputError(f"quant_storage belongs to nf4 and fp4; {scheme} stores its weights as its library does.")
     if group_size != -1 and (group_size < 16 or group_size % 8):
         raise InputError(
             f"group_size is {group_size}, but GPTQ and AWQ have groups of 16, 32, 64, 128, ... inputs, or -1 for one "
@@ -70,3 +75,11 @@ def check_scheme(
         )
     if gptq_kernel not in GPTQ_KERNELS:
         raise UnknownName("gptq kernel", gptq_kernel, GPTQ_KERNELS)
+
+
+def check_read_by(scheme: str, names: Iterable[str]) -> None:
+    """Raise InputError for an option among `names` that other schemes read and this one does not."""
+    for name in names:
+        readers = [other.name for other in SCHEMES.values() if name in other.options]
+        if readers and scheme not in readers:
+            raise InputError(f"{name} belongs to {', '.join(readers)}; {scheme} does not read it.")

@@ -11,7 +11,7 @@ prepare_model_for_kbit_training; the libraries named in each file.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from metapeak.strategies.base import NoOpStrategy
@@ -49,7 +49,7 @@ class Quantization(NoOpStrategy):
     `skip_modules` are patterns of modules that stay as they are; None leaves out what transformers leaves out (the
     output embeddings, tied weights). `kbit_prepare` runs PEFT's prepare_model_for_kbit_training, `kbit_cast_back` casts
     embeddings and head to bfloat16 after it, as TRL before 1.0 does.
-    `origin` says where the options come from, for the report.
+    `origin` says where the scheme comes from, for the report, `named` the options that were given by name.
 
         >>> Quantization(scheme="nf4", double_quant=True).bits
         4
@@ -65,6 +65,7 @@ class Quantization(NoOpStrategy):
     kbit_prepare: bool = False
     kbit_cast_back: bool = False
     origin: str = "option"
+    named: tuple[str, ...] = field(default=(), compare=False)
 
     name = "quantization"
 
@@ -235,6 +236,23 @@ class Quantization(NoOpStrategy):
 
 # Strategies that train something beside a frozen base.
 _TRAIN_BESIDE = ("lora", "frozen-base")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotQuantized(NoOpStrategy):
+    """`quantization none`: a checkpoint that comes packed contradicts it."""
+
+    name = "not-quantized"
+
+    def check(self, model: ResolvedModel, step: StepSpec) -> None:
+        from metapeak.strategies.quantization.from_config import checkpoint_quantization
+
+        own = checkpoint_quantization(model.config_dict)
+        if own is not None:
+            raise InputError(
+                f"{model.id} is quantised already ({own.scheme}), and quantization none was asked for. Name the "
+                "repository that it was made from."
+            )
 
 
 def check_base_is_frozen(model: ResolvedModel, strategies: Sequence[Strategy]) -> None:

@@ -175,6 +175,14 @@ def test_a_class_of_a_file_is_traced(tiny, tmp_path):
                 simulate(tiny, step)
 
 
+@pytest.mark.parametrize(
+    "more", [{"implementation": "fused"}, {"arguments": {"lr": 0.1}}, {"master_weights": True}], ids=str
+)
+def test_none_takes_nothing_that_belongs_to_an_optimizer(more):
+    with pytest.raises(InputError, match="optimizer none makes no step"):
+        find(OptimizerSpec(name="none", **more))
+
+
 def test_none_makes_no_step(tiny):
     result = simulate(tiny, StepSpec(seq_len=16, optimizer=spec("none")))
     assert result.ranks[0].liveness.nbytes[result.ranks[0].liveness.category == 2].sum() == 0

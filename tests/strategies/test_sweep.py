@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from metapeak.strategies import sweep
 from metapeak.strategies.sweep import combinations, largest_that_fits
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.simulation import Verdict
@@ -12,9 +11,8 @@ from metapeak.tracer.simulation import Verdict
 ROOM = 10_000
 
 
-def searched(monkeypatch, needs, limit=None):
+def searched(needs, limit=None):
     """The search on a job that needs `needs(value)` bytes of ROOM."""
-    monkeypatch.setattr(sweep, "without_graph", lambda simulation: simulation)
     asked = []
 
     def at(value):
@@ -23,7 +21,9 @@ def searched(monkeypatch, needs, limit=None):
             raise InputError(f"at most {limit}")
         verdict = Verdict.FITS if needs(value) <= ROOM else Verdict.DOES_NOT_FIT
         fit = SimpleNamespace(verdict=verdict, device_range=(0, needs(value)), gpu=SimpleNamespace(usable_bytes=ROOM))
-        return SimpleNamespace(value=value, fit=fit)
+        simulation = SimpleNamespace(value=value, fit=fit)
+        simulation.without_graph = lambda: simulation
+        return simulation
 
     found = largest_that_fits("batch_size", at)
     assert len({*asked}) == len(asked), "a value is simulated once"
@@ -43,33 +43,33 @@ def searched(monkeypatch, needs, limit=None):
     ],
     ids=["affine", "one", "quadratic", "steps", "jump", "flat first", "huge"],
 )
-def test_the_value_fits_and_the_next_does_not(monkeypatch, needs):
+def test_the_value_fits_and_the_next_does_not(needs):
     truth = next(n for n in range(1, 10**8, 1) if needs(n + 1) > ROOM) if needs(10**7) > ROOM else 0
-    found, asked = searched(monkeypatch, needs)
+    found, asked = searched(needs)
     assert found.value == truth and found.simulation.value == truth and found.beyond.value == truth + 1
     assert found.tried[truth] and not found.tried[truth + 1]
     assert len(asked) <= 70
 
 
-def test_affine_needs_few_simulations(monkeypatch):
-    found, asked = searched(monkeypatch, lambda n: 100 + 7 * n)
+def test_affine_needs_few_simulations():
+    found, asked = searched(lambda n: 100 + 7 * n)
     assert found.value == 1414 and len(asked) <= 6
 
 
-def test_nothing_fits(monkeypatch):
-    found, asked = searched(monkeypatch, lambda n: ROOM + n)
+def test_nothing_fits():
+    found, asked = searched(lambda n: ROOM + n)
     assert (found.value, asked, found.beyond) == (0, [1], None)
 
 
-def test_a_refused_value_is_the_end(monkeypatch):
-    found, asked = searched(monkeypatch, lambda n: 100 + n // 10, limit=777)
+def test_a_refused_value_is_the_end():
+    found, asked = searched(lambda n: 100 + n // 10, limit=777)
     assert found.value == 777 and found.refused == "at most 777" and found.beyond is None
     assert len(asked) < 25
 
 
-def test_what_is_refused_at_one_is_raised(monkeypatch):
+def test_what_is_refused_at_one_is_raised():
     with pytest.raises(InputError, match="at most 0"):
-        searched(monkeypatch, lambda n: n, limit=0)
+        searched(lambda n: n, limit=0)
 
 
 def test_combinations():

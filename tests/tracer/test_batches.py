@@ -350,6 +350,11 @@ def test_features_stand_for_a_loss():
     assert any("no loss" in note for note in batch.notes)
 
 
+def test_sizes_that_nothing_reads_are_said():
+    batch = make_batch(llama(), "causal-lm", BatchSpec(seq_len=8, target_len=4, image_size=32, num_images=2))
+    assert [note.split()[0] for note in batch.notes] == ["target_len", "image_size", "num_images"]
+
+
 def test_unknown_task():
     with pytest.raises(UnknownName, match="causal-lm"):
         make_batch(gpt2(), "causal-ml", BatchSpec())

@@ -172,7 +172,7 @@ def test_nothing_after_the_trace_imports_torch(graph, tmp_path):
 import json, sys
 from metapeak.tracer import Simulation
 from metapeak.tracer.kernels import Device, KernelWorkspaces
-from metapeak.tracer.simulation import How, ModelSummary, RankResult, verdict_for
+from metapeak.tracer.simulation import How, ModelSummary, RankResult
 from metapeak.tracer.gpus import find_gpu
 from metapeak.tracer.trace_file import load_graph
 from metapeak.reports.data import record_of
@@ -185,7 +185,7 @@ simulation = Simulation(
     model=ModelSummary(id="x", source="test", architecture="Net", parameters=64, trainable_parameters=64,
                        parameter_bytes=256),
     options={}, how=How(torch="", transformers="", seconds={}, assumptions=(), not_modelled=()), ranks=(rank,),
-    fit=verdict_for(find_gpu("t4"), rank.device_range))
+    fit=rank.fit_on(find_gpu("t4")))
 print_summary(simulation, Console(file=sys.stderr))
 assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "transformers")]
 json.dump(record_of(simulation), sys.stdout)

@@ -75,9 +75,9 @@ def test_device_bytes_are_reserved_and_overheads():
     [(9, 10, Verdict.FITS), (9, 11, Verdict.BORDERLINE), (10, 12, Verdict.BORDERLINE), (11, 13, Verdict.DOES_NOT_FIT)],
 )
 def test_verdict_uses_both_ends(low, high, verdict):
-    fit = verdict_for(gpu_of_memory("10GiB"), (low * GIB, high * GIB))
+    fit = verdict_for(gpu_of_memory("10GiB"), (low * GIB, high * GIB), low * GIB + 5)
     assert fit.verdict is verdict
-    assert fit.headroom_bytes == 10 * GIB - (low + high) * GIB // 2
+    assert fit.headroom_bytes == 10 * GIB - low * GIB - 5
 
 
 # -- MIG ---------------------------------------------------------------------------------------------------------------

@@ -44,9 +44,10 @@ class Overhead:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overheads:
-    """Everything beside the allocator's segments, of one process."""
+    """Everything beside the allocator's segments, of one process; `groups` are its communicators' sizes."""
 
     items: tuple[Overhead, ...] = ()
+    groups: tuple[int, ...] = ()
 
     @property
     def low_bytes(self) -> int:
@@ -58,8 +59,8 @@ class Overheads:
 
     @property
     def expected_bytes(self) -> int:
-        """The middle of the range: a number to print, no measurement."""
-        return (self.low_bytes + self.high_bytes) // 2
+        """What the items are expected to take: a number to print, no measurement."""
+        return sum(item.expected_bytes for item in self.items)
 
 
 def overheads(gpu: Gpu | None, groups: Sequence[int] = (), *, lazy_loading: bool = True) -> Overheads:
@@ -75,7 +76,7 @@ def overheads(gpu: Gpu | None, groups: Sequence[int] = (), *, lazy_loading: bool
     real = [size for size in groups if size > 1]
     if real:
         items.append(_communicators(gpu, real))
-    return Overheads(items=tuple(items))
+    return Overheads(items=tuple(items), groups=tuple(real))
 
 
 def device_bytes(reserved: tuple[int, int] | int, extra: Overheads) -> tuple[int, int]:

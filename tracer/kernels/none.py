@@ -10,7 +10,7 @@ NO_WORKSPACE = {
         view_as_complex view_as lift_fresh empty empty_like empty_strided new_empty new_empty_strided resize set
         empty_permuted _local_scalar_dense item is_same_size sym_size _conj conj real imag positive expand_as
         result_type numel load unsafe_chunk unsafe_split unsafe_split_with_sizes _foreach_view mT mH numpy_T flatten
-        unflatten _to_copy record_stream _version""",
+        unflatten record_stream _version""",
     "one elementwise kernel, in and out in registers (TensorIterator, gpu_kernel)": """
         add sub rsub mul div true_divide floor_divide remainder fmod pow square sqrt rsqrt exp expm1 exp2 log log2 log10
         log1p sin cos tan asin acos atan atan2 sinh cosh tanh erf erfc erfinv lgamma digamma sigmoid logit neg abs sign
@@ -37,7 +37,7 @@ NO_WORKSPACE = {
         repeat gather index_select take take_along_dim index_copy index_fill scatter slice_scatter select_scatter
         diagonal_scatter as_strided_scatter embedding slice_backward select_backward diagonal_backward
         unfold_backward im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle rot90 diag_embed diagonal_copy
-        meshgrid split_copy tile constant_pad narrow_copy channel_shuffle reflection_pad1d_backward
+        meshgrid split_copy tile constant_pad narrow_copy reflection_pad1d_backward
         reflection_pad2d_backward replication_pad1d_backward replication_pad2d_backward""",
     "atomic additions into the result (without deterministic algorithms)": """
         index_add scatter_add scatter_reduce index_reduce bincount histc bucketize searchsorted""",

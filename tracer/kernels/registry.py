@@ -14,19 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Bytes an element. Packed sub-byte types hold two elements a byte and come as uint8 here.
-_ITEMSIZE = {"bool": 1, "bfloat16": 2, "half": 2, "complex32": 4, "complex64": 8, "complex128": 16}
-
 
 def itemsize(dtype: str) -> int:
-    """Bytes an element of a dtype by its torch name.
+    """Bytes an element of a dtype by its torch name. Raises ValueError for packed ones.
 
     >>> itemsize("bfloat16"), itemsize("float32"), itemsize("int64"), itemsize("float8_e4m3fn")
     (2, 4, 8, 1)
     """
-    if dtype in _ITEMSIZE:
-        return _ITEMSIZE[dtype]
-    return int(re.search(r"\d+", dtype)[0]) // 8
+    bits = 8 if dtype == "bool" else int(re.search(r"\d+", dtype)[0])
+    if bits < 8:
+        raise ValueError(f"{dtype} holds several elements a byte")
+    return bits // 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

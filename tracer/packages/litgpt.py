@@ -99,7 +99,7 @@ class LitGPT(Package):
             adapted = GPT.from_name(
                 module.config.name,
                 lora_r=adapters.rank,
-                lora_alpha=adapters.alpha or 16,
+                lora_alpha=adapters.scale,
                 lora_dropout=adapters.dropout,
                 **dict.fromkeys(switches, True),
             ).to(dtype)

@@ -108,7 +108,7 @@ class Torchtune(Package):
             "apply_lora_to_mlp": any(target in MLP for target in targets),
             "apply_lora_to_output": any(target in OUTPUT for target in targets),
             "lora_rank": adapters.rank,
-            "lora_alpha": adapters.alpha or 16,
+            "lora_alpha": adapters.scale,
             "lora_dropout": adapters.dropout,
         }
         takes = inspect.signature(getattr(self._builders[name], f"lora_{name}")).parameters

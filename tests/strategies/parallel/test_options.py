@@ -82,6 +82,7 @@ def test_a_policy_that_was_given_stays():
 def test_presets_bring_their_units():
     assert strategies(preset="hf-trainer", dp_shard=8)[0].wrap == ("accelerate",)
     assert resolved(preset="torchtune", dp_shard=8)["sync_each_batch"].value is True
+    assert resolved(preset="torchtune")["sync_each_batch"].value is None
     assert resolved(preset="hf-trainer", dp_shard=8)["sync_each_batch"].value is None
     assert resolved(preset="hf-trainer")["wrap"].value is None
 
@@ -93,6 +94,9 @@ def test_presets_bring_their_units():
         ({"gpus": 8}, "1 = 1 ranks, but there are 8 GPUs"),
         ({"engine": "fsdp2", "zero_stage": 3}, "zero_stage 3 belongs to engine deepspeed, but the engine is fsdp2"),
         ({"engine": "ddp", "zero_stage": 1}, "zero_stage 1 belongs to engine deepspeed"),
+        ({"cpu_offload": True}, "cpu_offload: shards and optimizer states on the host are not predicted yet"),
+        ({"sync_each_batch": True}, "sync_each_batch belongs to engines that reduce"),
+        ({"engine": "fsdp1", "dp_shard": 2, "output_dtype": "bf16"}, "output_dtype is FSDP2's"),
         ({"zero_stage": 4}, "stages are 0, 1, 2 and 3"),
         ({"engine": "none", "dp_shard": 2}, "name the engine that spreads the data"),
         ({"dp_shard": 0}, "dp_shard is 0"),

@@ -62,8 +62,11 @@ def test_a_mapping_in_a_config_file(tmp_path):
         (["--method", "qlora", "--quantization", "none"], "with quantization none give --method lora"),
         (["--double-quant"], "double_quant belongs to a quantised base"),
         (["--method", "lora", "--kbit-prepare"], "kbit_prepare belongs to a quantised base"),
-        (["--method", "qlora", "--quantization", "int8", "--double-quant"], "int8 has no second level"),
-        (["--method", "qlora", "--quantization", "int8", "--compute-dtype", "bf16"], "compute_dtype belongs to 4-bit"),
+        (["--method", "qlora", "--quantization", "int8", "--double-quant"], "int8 does not read it"),
+        (["--method", "qlora", "--quantization", "int8", "--compute-dtype", "bf16"], "compute_dtype belongs to nf4"),
+        (["--method", "qlora", "--quantization", "nf4", "--group-size", "128"], "group_size belongs to gptq4"),
+        (["--method", "qlora", "--quantization", "awq4", "--gptq-kernel", "torch"], "gptq_kernel belongs to gptq4"),
+        (["--method", "qlora", "--quantization", "awq4", "--compute-dtype", "fp16"], "compute_dtype belongs to nf4"),
         (["--method", "qlora", "--quantization", "gptq4", "--group-size", "7"], "group_size is 7"),
         (["--method", "qlora", "--quantization", "awq4", "--quant-storage", "bf16"], "quant_storage belongs to nf4"),
     ],
@@ -134,6 +137,10 @@ def test_a_quantised_checkpoint_is_trained_as_it_is(tmp_path):
         simulate(reference, STEP)
     with pytest.raises(InputError, match=r"is quantised already \(gptq\); nf4 was asked for"):
         simulate(reference, STEP, strategies("--method", "qlora", "--quantization", "nf4"))
+    with pytest.raises(InputError, match=r"is quantised already \(gptq4\), and quantization none was asked for"):
+        simulate(reference, STEP, strategies("--method", "lora", "--quantization", "none"))
+    with pytest.raises(InputError, match="with group_size 32; 128 was asked for"):
+        simulate(reference, STEP, strategies("--method", "qlora", "--quantization", "gptq4", "--group-size", "128"))
     with pytest.raises(InputError, match="with group_size 32; 64 was asked for"):
         simulate(reference, STEP, strategies("--method", "lora", "--quantization", "gptq4", "--group-size", "64"))
     asked, own = (
