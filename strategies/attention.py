@@ -38,11 +38,14 @@ def check_attention(name: str | None) -> None:
 
 
 def check_attention_dtype(name: str | None, dtype: str) -> None:
-    """Raise InputError when flash attention is asked for in a dtype that its kernels do not take."""
+    """Raise InputError when flash attention is asked for in a dtype that its kernels do not take.
+
+    `dtype` is what layers compute in: that of autocast or of FSDP's mixed precision, else that of the weights.
+    """
     if (name or "").startswith("flash2") and dtype not in ("float16", "bfloat16"):
         raise InputError(
-            f"attention {name} takes float16 and bfloat16, but the weights are {dtype}. "
-            "Give --weights-dtype bf16, or another attention."
+            f"attention {name} takes float16 and bfloat16, but layers compute in {dtype}. "
+            "Give --weights-dtype or --autocast bf16, or another attention."
         )
 
 

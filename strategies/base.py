@@ -39,6 +39,8 @@ class Strategy(Protocol):
     # Packages that the strategy takes seconds to import; simulate does so where it imports torch.
     imports: tuple[str, ...]
     layout: Layout | None
+    # The dtype that parameters have while layers compute, where the strategy casts them (FSDP's mixed precision).
+    casts_to: str | None
 
     def check(self, model: ResolvedModel, step: StepSpec) -> None: ...
 
@@ -66,6 +68,7 @@ class NoOpStrategy:
     needs_saves = False
     imports: tuple[str, ...] = ()
     layout = None
+    casts_to: str | None = None
 
     def check(self, model: ResolvedModel, step: StepSpec) -> None:
         pass

@@ -184,7 +184,8 @@ def _set_up(resolved, spec: ModelSpec, step: StepSpec, strategies: Sequence[Stra
     implementation, choice = attention_of(step.attention, compute_capability_of(gpu))
     with flash_attention_2_available():
         built = build(resolved, dtype=spec.dtype, attention=implementation)
-    check_attention_dtype(step.attention, built.dtype)
+    casts = [step.autocast, *(strategy.casts_to for strategy in strategies)]
+    check_attention_dtype(step.attention, next((dtype for dtype in casts if dtype is not None), built.dtype))
     tensors, batch_notes = _batch(built, resolved, step)
     compute_loss, own_loss = _loss(built, resolved, strategies), _ends_after_loss(built)
     # Strategies change the real module before anything is recorded, in the order in which they were given. What they

@@ -43,6 +43,10 @@ class FSDP1(NoOpStrategy):
 
     name = "fsdp1"
 
+    @property
+    def casts_to(self) -> str | None:
+        return self.param_dtype
+
     def prepare(self, module: torch.nn.Module) -> torch.nn.Module:
         cast_up(module, self.upcast)
         return module

@@ -60,6 +60,10 @@ class FSDP2(NoOpStrategy):
                     f"other than 1 and {shards}."
                 )
 
+    @property
+    def casts_to(self) -> str | None:
+        return self.param_dtype
+
     def prepare(self, module: torch.nn.Module) -> torch.nn.Module:
         cast_up(module, self.upcast)
         return module
