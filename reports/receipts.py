@@ -38,6 +38,9 @@ _VERSIONS_OF_SOURCE = (("refs/a100_80gb_granite.csv", {"transformers": "4.45.2",
 # Presets whose trainers call transformers' gradient_checkpointing_enable, and the version from which that no longer
 # takes the reentrant kind by default (modeling_utils.py: use_reentrant True up to 4.57, False from 5.0).
 _TRAINERS, _NOT_REENTRANT_FROM = ("trl", "hf-trainer"), (5, 0)
+# Version of transformers from which a layer checkpoints its own forward, inside the unit that FSDP makes of it
+# (modeling_layers.py, GradientCheckpointingLayer); before, the model checkpointed the call of the layer, the unit's.
+_CHECKPOINTS_INSIDE_UNITS_FROM = (4, 52)
 
 
 class Refused(Exception):
@@ -133,16 +136,15 @@ def options_of_receipt(receipt: Receipt) -> dict[str, Any]:
     """The options of the step that was measured, by name. Raises Refused with what is missing here."""
     _check_definition(receipt)
     package = package_of(receipt)
-    options = receipt.options
-    parallel = dict(_parallel(options))
+    options, versions = receipt.options, _versions(receipt)
+    parallel = dict(_parallel(options, versions))
     if options.get("compile"):
         raise Refused("ran under torch.compile, which is not modelled")
     if options.get("float8"):
         raise Refused("computes in float8, which is not modelled")
     found = {name: options[name] for name in ("batch_size", "seq_len", "image_size") if options.get(name)}
     if options.get("attention"):
-        found["attention"] = _attention(options["attention"], receipt.model, _versions(receipt))
-    versions = _versions(receipt)
+        found["attention"] = _attention(options["attention"], receipt.model, versions)
     found |= dict(_training(options, versions))
     found |= dict(_method(options, receipt.source))
     found |= dict(_package_loss(package, options) if package else _loss(options, versions))
@@ -248,7 +250,7 @@ def _training(options: Mapping[str, Any], versions: Mapping[str, str]) -> Iterat
             yield "implementation", optimizer["implementation"]
 
 
-def _parallel(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _parallel(options: Mapping[str, Any], versions: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     """Engine and degrees. Raises Refused for an engine that is not predicted, or a degree of a kind that is not."""
     parallel = options.get("parallel") or {}
     engine = parallel.get("engine", "none")
@@ -263,6 +265,10 @@ def _parallel(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from ((name, parallel[name]) for name in ("dp_replicate", "dp_shard", "tp") if (parallel.get(name) or 1) > 1)
     if parallel.get("cpu_offload"):
         yield "cpu_offload", True
+    version = _version(versions.get("transformers"))
+    around = options.get("preset") in _TRAINERS and (version is None or version < _CHECKPOINTS_INSIDE_UNITS_FROM)
+    if engine == "fsdp1" and around and options.get("checkpointing") not in (None, "none"):
+        yield "checkpoint_around_units", True
 
 
 def _attention(name: str, model: str, versions: Mapping[str, str]) -> str:

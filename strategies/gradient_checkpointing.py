@@ -61,15 +61,42 @@ class GradientCheckpointing(NoOpStrategy):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointModules(NoOpStrategy):
-    """The oracle: a plan (see `apply_checkpoint_plan`) with the real `torch.utils.checkpoint`, before the trace."""
+    """The oracle: a plan (see `apply_checkpoint_plan`) with the real `torch.utils.checkpoint`, before the trace.
+
+    `around_units` puts the checkpoints around the modules of the same paths that FSDP1 wrapped, so that a recompute
+    gathers again; it goes behind FSDP1 then.
+    """
 
     name = "checkpointing"
     plan: Mapping[str, Any]
+    around_units: bool = False
 
     def prepare(self, module: torch.nn.Module) -> torch.nn.Module:
         let_gradients_reach_the_blocks(module)
-        apply_checkpoint_plan(module, self.plan)
+        if not self.around_units:
+            apply_checkpoint_plan(module, self.plan)
         return module
+
+    def distribute(self, module: torch.nn.Module) -> torch.nn.Module:
+        if self.around_units:
+            apply_checkpoint_plan(module, {**self.plan, "checkpointed": _unit_paths(module, self.plan["checkpointed"])})
+        return module
+
+
+def _unit_paths(module: torch.nn.Module, names: Iterable[str]) -> list[str]:
+    """Paths of the FSDP1 units that wrap the modules of these names. Raises InputError for one that is no unit."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    infix = "_fsdp_wrapped_module."
+    units = {
+        path.replace(infix, ""): path
+        for path, part in module.named_modules()
+        if isinstance(part, FullyShardedDataParallel)
+    }
+    missing = [name for name in names if name not in units]
+    if missing:
+        raise InputError(f"checkpoint_around_units: {missing[0]} is no unit of FSDP. Checkpoint what --wrap names.")
+    return [units[name] for name in names]
 
 
 @dataclass(frozen=True, kw_only=True)

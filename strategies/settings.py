@@ -241,6 +241,10 @@ SETTINGS = (
         help="units of FSDP: blocks (default), accelerate, none (the root alone) or patterns of paths and classes",
     ),
     Setting(
+        name="checkpoint_around_units", kind=bool, default=None,
+        help="of FSDP1: checkpoints around the units, as transformers before 4.52 placed them; default: inside",
+    ),
+    Setting(
         name="sync_each_batch", kind=bool, default=None,
         help="reduce gradients after every micro-batch; default: after the last, as the Hugging Face Trainer",
     ),

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _disable_current_modes
@@ -34,7 +36,7 @@ def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
     _clear_sharding_prop_cache()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        with _shapes_propagated_unseen(), _storages_with_addresses():
+        with _shapes_propagated_unseen(), _equal_elements_propagated_once(), _storages_with_addresses():
             yield
     finally:
         _meshes.clear()
@@ -56,6 +58,64 @@ def _shapes_propagated_unseen() -> Iterator[None]:
         yield
     finally:
         ShardingPropagator._propagate_tensor_meta_non_cached = original
+
+
+@contextlib.contextmanager
+def _equal_elements_propagated_once() -> Iterator[None]:
+    """DTensor takes a time that grows with the square of the list to place the results of `_foreach_add_` and the like.
+
+    What it says of one element depends on that element alone: the same is asked for one of each kind. Where elements
+    have to be redistributed, torch is asked for all of them.
+    """
+    original = ShardingPropagator.propagate_op_sharding_non_cached
+
+    def once(self, schema):
+        short = (
+            _one_of_each_element(schema) if schema.op.name().startswith(("aten::_foreach_", "aten::_fused_")) else None
+        )
+        if short is None:
+            return original(self, schema)
+        shortened, kind_of = short
+        sharding = original(self, shortened)
+        specs = sharding.output_spec
+        if sharding.needs_redistribute or not (specs is None or isinstance(specs, tuple)):
+            return original(self, schema)
+        return OutputSharding(None if specs is None else tuple(specs[kind] for kind in kind_of))
+
+    ShardingPropagator.propagate_op_sharding_non_cached = once
+    try:
+        yield
+    finally:
+        ShardingPropagator.propagate_op_sharding_non_cached = original
+
+
+def _one_of_each_element(schema: OpSchema) -> tuple[OpSchema, list[int]] | None:
+    """(the schema with lists of one element of each kind, the kind of every element), None for one without repeats."""
+    lists = [argument for argument in schema.args_schema if isinstance(argument, (list, tuple)) and argument]
+    count = len(lists[0]) if lists else 0
+    if any(len(elements) != count for elements in lists):
+        return None
+    kinds: dict[tuple, int] = {}
+    first: list[int] = []
+    kind_of = []
+    for index in range(count):
+        elements = (elements[index] for elements in lists)
+        key = tuple(element if isinstance(element, DTensorSpec) else None for element in elements)
+        if key not in kinds:
+            kinds[key] = len(kinds)
+            first.append(index)
+        kind_of.append(kinds[key])
+    if len(first) == count:
+        return None
+
+    def shortened(value):
+        if isinstance(value, (list, tuple)) and len(value) == count:
+            return type(value)(value[index] for index in first)
+        return value
+
+    arguments = tuple(shortened(argument) for argument in schema.args_schema)
+    keywords = {name: shortened(value) for name, value in schema.kwargs_schema.items()}
+    return OpSchema(schema.op, arguments, keywords, schema.schema_info), kind_of
 
 
 @contextlib.contextmanager

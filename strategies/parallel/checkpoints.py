@@ -4,8 +4,12 @@ What it changes: a policy that would rewrite the recorded step (GradientCheckpoi
 it stands for, found on one iteration of the unsharded step. Rewrites know a step's own operations, not the gathers that
 a recompute does again.
 Where each byte comes from: torch.utils.checkpoint runs in the traced step, inside the units of FSDP, as transformers
-(which wraps a layer's forward) and torchtitan (apply_ac before fully_shard) order them.
-Sources: transformers PreTrainedModel.gradient_checkpointing_enable; torchtitan models/llama3/parallelize.py.
+(which wraps a layer's forward) and torchtitan (apply_ac before fully_shard) order them. Before 4.52 transformers
+checkpointed the call of the layer, which FSDP1 had wrapped: the recompute then runs the unit, and under a frozen base
+the hook that reshards it holds the inputs of all blocks and their gradients until backward is over
+(torch/distributed/fsdp/_runtime_utils.py, _register_post_backward_reshard_only_hook).
+Sources: transformers PreTrainedModel.gradient_checkpointing_enable, modeling_layers.py GradientCheckpointingLayer;
+transformers 4.45 modeling_llama.py (LlamaModel.forward); torchtitan models/llama3/parallelize.py.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from metapeak.strategies.base import Strategy
-from metapeak.strategies.checkpoint_policies import Budget, policy_plan
-from metapeak.strategies.gradient_checkpointing import CheckpointModules, GradientCheckpointing
+from metapeak.strategies.checkpoint_policies import Budget, EveryBlock, policy_plan
+from metapeak.strategies.gradient_checkpointing import CheckpointEveryBlock, CheckpointModules, GradientCheckpointing
+from metapeak.strategies.parallel.fsdp1 import FSDP1
 from metapeak.strategies.parallel.layout import Layout
 from metapeak.tracer.errors import InputError
 
@@ -26,6 +31,12 @@ def with_real_checkpoints(
 
     `plain_graph(strategies)` records the step on one GPU. Raises InputError for a budget, which no such step can weigh.
     """
+    around = any(isinstance(strategy, FSDP1) and strategy.checkpoint_around_units for strategy in strategies)
+    if around:  # the model's own switch puts them inside
+        strategies = [
+            GradientCheckpointing(policy=EveryBlock()) if isinstance(strategy, CheckpointEveryBlock) else strategy
+            for strategy in strategies
+        ]
     rewrites = [strategy for strategy in strategies if isinstance(strategy, GradientCheckpointing)]
     if layout is None or not rewrites:
         return tuple(strategies)
@@ -36,5 +47,9 @@ def with_real_checkpoints(
             "Name the blocks: checkpointing full, every:N or layers:0-15."
         )
     graph = plain_graph([strategy for strategy in strategies if strategy.layout is None])
-    real = CheckpointModules(plan=policy_plan(rewrite.policy, graph))
+    plan = policy_plan(rewrite.policy, graph)
+    if around:  # behind FSDP1, which wraps first
+        others = [strategy for strategy in strategies if strategy is not rewrite]
+        return (*others, CheckpointModules(plan=plan, around_units=True))
+    real = CheckpointModules(plan=plan)
     return tuple(real if strategy is rewrite else strategy for strategy in strategies)

@@ -28,6 +28,7 @@ class FSDP1(NoOpStrategy):
 
     `sharding` is FULL_SHARD or SHARD_GRAD_OP (no resharding after forward). `param_dtype`, `reduce_dtype` and
     `buffer_dtype` make the MixedPrecision. `backward_prefetch` is BACKWARD_PRE, BACKWARD_POST or None.
+    `checkpoint_around_units`: checkpoints go around the units, not inside (see checkpoints.py).
     """
 
     layout: Layout = NO_LAYOUT
@@ -40,6 +41,7 @@ class FSDP1(NoOpStrategy):
     backward_prefetch: str | None = "BACKWARD_PRE"
     limit_all_gathers: bool = True
     upcast: str = "none"
+    checkpoint_around_units: bool = False
 
     name = "fsdp1"
 

@@ -61,8 +61,18 @@ def with_parallel_precision(options: Mapping[str, Option]) -> dict[str, Option]:
         raise InputError("cpu_offload: shards and optimizer states on the host are not predicted yet.")
     if options["sync_each_batch"].value and engine == "none":
         raise InputError("sync_each_batch belongs to engines that reduce gradients: ddp, fsdp1 and fsdp2.")
+    if engine != "fsdp1" and options["checkpoint_around_units"].value:
+        raise InputError(f"checkpoint_around_units belongs to engine fsdp1, not to {engine}.")
+    if options["checkpoint_around_units"].value and options["checkpointing"].value in (None, "none"):
+        raise InputError("checkpoint_around_units: there are no checkpoints; add checkpointing full or another policy.")
     if engine == "fsdp1" and options["output_dtype"].value is not None:
         raise InputError("output_dtype is FSDP2's; FSDP1 returns what the model returns.")
+    if engine in SHARDED_ENGINES and "fused-lora" in (options["kernels"].value or ()):
+        raise InputError(
+            f"kernels fused-lora with engine {engine}: the fused product reads adapters that no unit has gathered, "
+            "because their own modules are not called; sources that run it keep adapters out of FSDP, which is not "
+            "predicted."
+        )
     if engine in SHARDED_ENGINES:
         _mixed_precision(options)
     return options
@@ -182,5 +192,8 @@ def _fsdp(engine: str, layout: Layout, values: Mapping[str, Any]) -> Strategy:
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         raise InputError(f"reshard_after_forward {reshard} ranks is FSDP2's; FSDP1 takes always or never.")
     return FSDP1(
-        **shared, buffer_dtype=dtypes["param_dtype"], sharding="SHARD_GRAD_OP" if reshard is False else "FULL_SHARD"
+        **shared,
+        buffer_dtype=dtypes["param_dtype"],
+        sharding="SHARD_GRAD_OP" if reshard is False else "FULL_SHARD",
+        checkpoint_around_units=bool(values["checkpoint_around_units"]),
     )

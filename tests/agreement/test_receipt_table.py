@@ -16,6 +16,8 @@ TABLE = receipt_table.read_table()
 STEPS = receipt_table.steps(RECEIPTS)
 # Points that another version of torch or transformers may move an error by.
 SLACK_PERCENT = 0.01
+# Refused by options that only a run resolves; test_no_row_got_worse looks at the rest of their step.
+REFUSED_BY_SIMULATE = {"fms-liger-L147-peak"}
 # Run by default, some seconds each: LoRA; nf4 with autocast and a kept cache; full with fused kernels, an 8-bit
 # optimizer with a GradScaler.
 FAST = ("fms-main-L034", "fms-main-L070", "fms-liger-L002", "hf-bertlarge-all-adam8bit")
@@ -34,13 +36,16 @@ def test_a_miss_has_a_mechanism(receipt):
 
 
 def test_refusals():
+    """Rows and refusals are the same, but for packages that are installed here."""
     refused = {}
     for receipt in RECEIPTS:
         try:
             options_of_receipt(receipt)
         except Refused as error:
             refused[receipt.id] = str(error)
-    assert refused == {name: row.note for name, row in TABLE.items() if row.error_percent is None and name in refused}
+    rows = {name: row.note for name, row in TABLE.items() if row.error_percent is None}
+    here = {name for name, note in rows.items() if "is not installed" in note and name not in refused}
+    assert refused == {name: note for name, note in rows.items() if name not in here | REFUSED_BY_SIMULATE}
 
 
 @pytest.mark.parametrize(
@@ -59,4 +64,5 @@ def test_no_row_got_worse(step):
         if row.error_percent is None:
             continue
         error = prediction.error_percent
-        assert abs(error) <= abs(row.error_percent) + SLACK_PERCENT, f"{name}: {error:+.4f}, was {row.error_percent:+}"
+        # Signed: one that jumps to the other side is another mechanism, which wants a look and another line.
+        assert abs(error - row.error_percent) <= SLACK_PERCENT, f"{name}: {error:+.4f}, was {row.error_percent:+}"

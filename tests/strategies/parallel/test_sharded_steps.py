@@ -126,6 +126,39 @@ def test_checkpoints_of_a_sharded_step_are_real(tiny):
         assert saved < [phase.end_bytes for phase in plain.worst.phases if phase.phase == "forward"][-1]
 
 
+def test_checkpoints_around_flat_units_hold_the_inputs_of_frozen_blocks(tiny):
+    """As transformers before 4.52 had it: reentrant, below a frozen base, a block's input lives until backward ends."""
+    options = {"engine": "fsdp1", "dp_shard": 4, "method": "lora", "checkpointing": "reentrant:full"}
+    inside, around = (tiny(**options, checkpoint_around_units=how).worst for how in (None, True))
+    assert around.liveness.op_recompute.any()
+    ends = [
+        [phase.end_bytes for phase in rank.phases if phase.iteration == 2 and phase.phase == "forward"]
+        for rank in (inside, around)
+    ]
+    assert ends[0] == ends[1]  # what it saves is the same; backward differs
+    hidden = 2 * 16 * CONFIG["hidden_size"] * 4
+    held = [_live_at_the_end_of_backward(rank, hidden) for rank in (inside, around)]
+    # Of every block its input or that one's gradient, where without the cycle both are gone.
+    assert held[1] - held[0] >= CONFIG["num_hidden_layers"]
+
+
+def _live_at_the_end_of_backward(rank, nbytes):
+    """How many storages of that size are alive two operations before the end of the last backward."""
+    liveness = rank.liveness
+    at = (liveness.op_phase == Phase.BACKWARD).nonzero()[0][-3]
+    return int(((liveness.birth <= at) & (liveness.death > at) & (liveness.nbytes == nbytes)).sum())
+
+
+def test_equal_elements_of_lists_are_placed_once_and_the_same(tiny, monkeypatch):
+    from metapeak.tracer import distributed
+
+    once = tiny(tp=2, dp_shard=2, optimizer="adamw")
+    monkeypatch.setattr(distributed, "_one_of_each_element", lambda schema: None)
+    each = tiny(tp=2, dp_shard=2, optimizer="adamw", implementation="foreach")
+    for column in ("birth", "death", "nbytes", "category", "op"):
+        assert (getattr(once.worst.liveness, column) == getattr(each.worst.liveness, column)).all()
+
+
 def test_mixed_precision_keeps_float32_shards_and_gathers_in_half(tiny):
     simulation = tiny(dp_shard=4, weights_dtype="bf16", autocast="bf16")
     assert loaded(simulation.worst) >= simulation.model.parameters  # 4 bytes / 4 ranks
@@ -194,6 +227,7 @@ def test_what_is_not_shared_is_a_floor(tiny):
         ({"reshard_after_forward": "3"}, "divisor of dp_shard 4"),
         ({"checkpointing": "budget:1"}, "weighs a step on one GPU"),
         ({"cpu_offload": True}, "not predicted yet"),
+        ({"engine": "fsdp1", "wrap": "none", "checkpointing": "full", "checkpoint_around_units": True}, "is no unit"),
     ],
 )
 def test_refused(tiny, options, says):
