@@ -44,6 +44,7 @@ def record_of(simulation: Simulation) -> dict[str, Any]:
         "ranks": [_rank(rank) for rank in simulation.ranks],
         "fit": _fit(simulation),
         "suggestions": suggestions_of(simulation),
+        "verified": None if simulation.verified is None else list(simulation.verified),
     }
 
 

@@ -41,6 +41,7 @@ def print_summary(simulation: Simulation, console: Console, *, chart: bool = Fal
     _verdict(simulation, rank, console)
     _peak(rank, console)
     print_ranks(simulation, console)
+    _verified(simulation, console)
     if chart:
         from metapeak.reports.timeline import print_timeline
 
@@ -52,6 +53,25 @@ def print_summary(simulation: Simulation, console: Console, *, chart: bool = Fal
     print_suggestions(simulation.suggestions, console)
     print_sentences("Assumed", simulation.how.assumptions, console)
     print_sentences("Not modelled", simulation.how.not_modelled, console)
+
+
+def _verified(simulation: Simulation, console: Console) -> None:
+    """A line a rank: what the rewrite of the unsharded step came to beside the traced one, or where they part."""
+    for one in simulation.verified or ():
+        peaks = [max(phase[f"{which}_peak_bytes"] for phase in one["phases"]) for which in ("traced", "rewritten")]
+        text = (
+            f"Verified, rank {one['rank']}: fully_shard traced {peaks[0]:,} bytes, the unsharded step rewritten "
+            f"{peaks[1]:,} bytes at their peaks; "
+        )
+        differing = [
+            f"{phase['phase']} of {phase['iteration']}"
+            for phase in one["phases"]
+            if any(phase[f"traced_{what}_bytes"] != phase[f"rewritten_{what}_bytes"] for what in ("peak", "end"))
+        ]
+        equal = (
+            f"equal in all {len(one['phases'])} phases" if one["equal"] else f"they differ in {', '.join(differing)}"
+        )
+        console.print(Text(text + equal + ".", style="" if one["equal"] else "yellow"))
 
 
 def verdict_style(verdict: Verdict) -> str:

@@ -210,7 +210,7 @@ def _set_up(resolved, spec: ModelSpec, step: StepSpec, strategies: Sequence[Stra
     )
 
 
-def _trace(prepared: _Prepared, step: StepSpec, strategies, layout, rank: int, progress):
+def _trace(prepared: _Prepared, step: StepSpec, strategies, layout, rank: int, progress, decouple_saves: bool = False):
     """(graph, assumptions) of the prepared step, recorded as one rank of the layout."""
     from metapeak.tracer.attention import attention_choice
     from metapeak.tracer.capture import record_training_step
@@ -235,9 +235,19 @@ def _trace(prepared: _Prepared, step: StepSpec, strategies, layout, rank: int, p
             distribute=distribution(layout, strategies),
             iterations=step.iterations,
             loop=prepared.loop,
-            decouple_saves=any(strategy.needs_saves for strategy in strategies),
+            decouple_saves=decouple_saves or any(strategy.needs_saves for strategy in strategies),
             progress=progress,
         )
+
+
+def plain_step_graph(spec: ModelSpec, step: StepSpec, strategies: Sequence[Strategy] = ()):
+    """The step on one GPU with what autograd saves apart, as rewrites take it. Raises as `simulate`."""
+    from metapeak.tracer.models import resolve_model
+
+    resolved = resolve_model(spec)
+    strategies, _ = with_checkpoint_quantization(resolved, for_package(resolved, strategies))
+    prepared = _set_up(resolved, spec, step, strategies, None)
+    return _trace(prepared, step, strategies, None, 0, lambda what: None, decouple_saves=True)[0]
 
 
 def _plain_graph(resolved, spec: ModelSpec, step: StepSpec, gpu: Gpu | None, strategies: Sequence[Strategy]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -152,7 +152,8 @@ class Fit:
 class Simulation:
     """What `simulate` returns: the model, every resolved option, how it was done, each distinct rank, the verdict.
 
-    `graph` is the recorded step. `suggestions`, where somebody asked for them, say in plain values what would fit.
+    `graph` is the recorded step. `suggestions`, where somebody asked for them, say in plain values what would fit, and
+    `verified` what another way to the same bytes came to.
     """
 
     model: ModelSummary
@@ -162,6 +163,7 @@ class Simulation:
     fit: Fit | None = None
     graph: Any = field(default=None, repr=False)
     suggestions: Mapping[str, Any] | None = field(default=None, repr=False)
+    verified: Sequence[Mapping[str, Any]] | None = field(default=None, repr=False)
 
     def without_graph(self) -> Simulation:
         """Replayed through the allocator, without the recorded step, which holds most of the memory."""

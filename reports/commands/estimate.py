@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from metapeak.reports.commands.base import (
     BORDERLINE,
@@ -33,6 +34,9 @@ class Estimate:
         output = parser.add_argument_group("output")
         add_outputs(output)
         output.add_argument("--chart", action="store_true", help="draw live bytes over the step in the terminal")
+        output.add_argument(
+            "--verify", action="store_true", help="of FSDP2: rewrite the unsharded step, too, and compare every phase"
+        )
         add_suggestions(output)
         add_cache(output)
         add_sweep(parser)
@@ -66,6 +70,10 @@ class Estimate:
                 progress=progress,
                 warn=warn,
             )
+            if arguments.verify:
+                from metapeak.strategies.parallel.verify import verified
+
+                simulation = replace(simulation, verified=verified(arguments.model, simulation, options, progress))
         # files first: whoever reads stdout may close it early
         write_outputs(simulation, targets)
         if arguments.json == "-":

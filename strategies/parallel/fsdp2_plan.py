@@ -87,6 +87,7 @@ class Plan:
     units: list[Unit]  # root first
     events: list[Event]
     optimizer_rows: dict[int, Parameter]  # storages born in the optimizer's phase -> whose shard they are like
+    seeds: list[int]  # gradients that backwards start from: the call holds them until its final callback has run
 
     @classmethod
     def of(cls, liveness: Liveness, graph: StepGraph, names: tuple[str, ...], sharding: Sharding) -> Plan:
@@ -128,6 +129,7 @@ class Plan:
             units=units,
             events=_events(liveness, graph, units),
             optimizer_rows=_optimizer_rows(graph, by_row, gradients),
+            seeds=_seeds(liveness),
         )
 
 
@@ -316,6 +318,12 @@ def _check_inputs(graph: StepGraph, units: list[Unit], param_is_cast: bool) -> N
             raise InputError(
                 f"Several units ({names}, ...) get one tensor with a gradient: FSDP2 is not rewritten for that."
             )
+
+
+def _seeds(liveness: Liveness) -> list[int]:
+    backward = np.flatnonzero(liveness.op_phase == Phase.BACKWARD)
+    starts = backward[np.flatnonzero(np.diff(backward, prepend=-2) > 1)]
+    return np.flatnonzero(np.isin(liveness.birth, starts)).tolist()
 
 
 def _backward_events(liveness: Liveness, graph: StepGraph, spans, iteration: int) -> list[Event]:

@@ -237,6 +237,8 @@ class _Timeline:
         # What died at an insertion went before it; what was born there comes after it.
         birth = plain.birth + np.searchsorted(at, plain.birth, side="right")
         death = plain.death + np.searchsorted(at, plain.death, side="left")
+        seeds = self._plan.seeds
+        death[seeds] = plain.death[seeds] + np.searchsorted(at, plain.death[seeds], side="right")
         nbytes = plain.nbytes.copy()
         for row, size in self._resized_rows():
             nbytes[row] = size
