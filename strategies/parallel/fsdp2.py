@@ -16,14 +16,18 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from metapeak.strategies.base import NoOpStrategy
+from metapeak.strategies.parallel.host_shards import host_bytes, keep_on_host, without_host
 from metapeak.strategies.parallel.layout import NO_LAYOUT, Layout
 from metapeak.strategies.parallel.meshes import data_parallel_mesh
 from metapeak.strategies.parallel.units import BLOCKS, cast_up, units_of
 from metapeak.tracer.errors import InputError
+from metapeak.tracer.gpus import GIB
 
 if TYPE_CHECKING:
     import torch
 
+    from metapeak.tracer.graph import StepGraph
+    from metapeak.tracer.liveness import Liveness
     from metapeak.tracer.models import ResolvedModel
     from metapeak.tracer.spec import StepSpec
 
@@ -35,7 +39,8 @@ class FSDP2(NoOpStrategy):
     `wrap` names the units (see units.py); what no unit holds is sharded by the root.
     `reshard_after_forward` is that of `fully_shard`: None (all units but the root), True, False or a number of ranks.
     `param_dtype`, `reduce_dtype` and `output_dtype` make the MixedPrecisionPolicy. `upcast` makes parameters float32
-    before they are sharded: those that are trained, or all.
+    before they are sharded: those that are trained, or all. `cpu_offload` keeps shards, gradients and optimizer
+    states on the host (see host_shards.py).
     """
 
     layout: Layout = NO_LAYOUT
@@ -46,6 +51,7 @@ class FSDP2(NoOpStrategy):
     output_dtype: str | None = None
     cast_forward_inputs: bool = True
     upcast: str = "none"
+    cpu_offload: bool = False
 
     name = "fsdp2"
     shards_dim_0 = True
@@ -87,7 +93,21 @@ class FSDP2(NoOpStrategy):
                 fully_shard(parts if len(parts) > 1 else parts[0], reshard_after_forward=reshard, **options)
             fully_shard(module, reshard_after_forward=self.reshard_after_forward, **options)
         _keep_shards_as_they_are(module)
+        if self.cpu_offload:
+            keep_on_host(module)
         return module
+
+    def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness:
+        return without_host(liveness, graph) if self.cpu_offload else liveness
+
+    def remarks(self, graph: StepGraph) -> tuple[str, ...]:
+        if not self.cpu_offload:
+            return ()
+        sizes = ", ".join(f"{name} {nbytes / GIB:.2f} GiB" for name, nbytes in host_bytes(graph).items())
+        return (
+            f"on the host of this rank, pinned as CPUOffloadPolicy does but for the states: {sizes}; the optimizer runs "
+            "there",
+        )
 
     def _reshard_unit(self) -> bool | int:
         return True if self.reshard_after_forward is None else self.reshard_after_forward

@@ -58,7 +58,7 @@ def with_parallel_precision(options: Mapping[str, Option]) -> dict[str, Option]:
     if given and engine not in SHARDED_ENGINES:
         raise InputError(f"{', '.join(given)} belongs to engines {' and '.join(SHARDED_ENGINES)}, not to {engine}.")
     if options["cpu_offload"].value:
-        raise InputError("cpu_offload: shards and optimizer states on the host are not predicted yet.")
+        _check_offload(options)
     if options["sync_each_batch"].value and engine == "none":
         raise InputError("sync_each_batch belongs to engines that reduce gradients: ddp, fsdp1 and fsdp2.")
     if engine != "fsdp1" and options["checkpoint_around_units"].value:
@@ -177,6 +177,16 @@ def _mixed_precision(options: dict[str, Option]) -> None:
         )
 
 
+def _check_offload(options: Mapping[str, Option]) -> None:
+    engine = options["engine"].value
+    if engine != "fsdp2":
+        raise InputError(f"cpu_offload with engine {engine} is not predicted; engine fsdp2 is.")
+    if options["sync_each_batch"].value and (options["grad_accum"].value or 1) > 1:
+        raise InputError("cpu_offload with sync_each_batch: gradients that are added on the host are not predicted.")
+    if options["implementation"].value == "in-backward":
+        raise InputError("cpu_offload with an optimizer in backward: it would wait for the host in every hook.")
+
+
 def _fill(options: dict[str, Option], name: str, value: Any, origin: str) -> None:
     if options[name].value is None and not _is_given(options, name):
         options[name] = Option(value=value, origin=origin)
@@ -188,7 +198,12 @@ def _fsdp(engine: str, layout: Layout, values: Mapping[str, Any]) -> Strategy:
     shared["upcast"] = values["fsdp_upcast"] or "none"
     reshard = parse_reshard(values["reshard_after_forward"] or "default")
     if engine == "fsdp2":
-        return FSDP2(**shared, reshard_after_forward=reshard, output_dtype=_LONG.get(values["output_dtype"]))
+        return FSDP2(
+            **shared,
+            reshard_after_forward=reshard,
+            output_dtype=_LONG.get(values["output_dtype"]),
+            cpu_offload=bool(values["cpu_offload"]),
+        )
     if isinstance(reshard, int) and not isinstance(reshard, bool):
         raise InputError(f"reshard_after_forward {reshard} ranks is FSDP2's; FSDP1 takes always or never.")
     return FSDP1(

@@ -18,6 +18,7 @@ def main() -> None:
     arguments = parser.parse_args()
     common = {"seq_len": arguments.seq_len, "checkpointing": "full", "precision": "bf16-mixed"}
     simulate_options(arguments.model, {**common, "dp_shard": 2})  # imports
+    seconds = {}
     for degrees in (
         {"dp_shard": 8},
         {"dp_shard": 4096},
@@ -26,11 +27,14 @@ def main() -> None:
     ):
         started, processor = time.perf_counter(), time.process_time()
         simulation = simulate_options(arguments.model, {**common, **degrees})
+        seconds[str(degrees)] = time.process_time() - processor
         print(
             f"{', '.join(f'{name} {degree}' for name, degree in degrees.items()):<32}"
-            f"{time.perf_counter() - started:7.2f} s, {time.process_time() - processor:7.2f} s of processor, "
+            f"{time.perf_counter() - started:7.2f} s, {seconds[str(degrees)]:7.2f} s of processor, "
             f"{len(simulation.ranks)} ranks traced, worst {simulation.worst.requested_bytes:,} bytes"
         )
+    few, many = seconds["{'dp_shard': 8}"], seconds["{'dp_shard': 4096}"]
+    print(f"a world of 4,096 costs {many / few:.2f} of one of 8")
 
 
 if __name__ == "__main__":

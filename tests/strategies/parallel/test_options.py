@@ -94,7 +94,12 @@ def test_presets_bring_their_units():
         ({"gpus": 8}, "1 = 1 ranks, but there are 8 GPUs"),
         ({"engine": "fsdp2", "zero_stage": 3}, "zero_stage 3 belongs to engine deepspeed, but the engine is fsdp2"),
         ({"engine": "ddp", "zero_stage": 1}, "zero_stage 1 belongs to engine deepspeed"),
-        ({"cpu_offload": True}, "cpu_offload: shards and optimizer states on the host are not predicted yet"),
+        ({"cpu_offload": True}, "cpu_offload with engine none is not predicted"),
+        (
+            {"cpu_offload": True, "dp_shard": 2, "grad_accum": 2, "sync_each_batch": True},
+            "gradients that are added on the host",
+        ),
+        ({"cpu_offload": True, "dp_shard": 2, "implementation": "in-backward"}, "with an optimizer in backward"),
         ({"sync_each_batch": True}, "sync_each_batch belongs to engines that reduce"),
         ({"engine": "fsdp1", "dp_shard": 2, "output_dtype": "bf16"}, "output_dtype is FSDP2's"),
         ({"dp_shard": 2, "checkpoint_around_units": True}, "belongs to engine fsdp1, not to fsdp2"),

@@ -2,12 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metapeak.reports.data import record_of
 from metapeak.strategies import simulate_options
+from metapeak.strategies.parallel.host_shards import host_bytes
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.liveness import Category, Phase
 
@@ -177,6 +179,30 @@ def test_adapters_and_their_frozen_base_are_both_sharded(tiny):
         assert four.steady_bytes < one.steady_bytes
 
 
+def test_shards_on_the_host_come_and_go_unit_by_unit(tiny):
+    device, host = tiny(dp_shard=4), tiny(dp_shard=4, cpu_offload=True)
+    shards = loaded(device.worst)
+    inputs_and_buffers = device.worst.phases[0].end_bytes - shards
+    assert host.worst.steady_bytes == inputs_and_buffers + 4  # the loss
+    # A copy of each shard goes to the device twice an iteration, the root's once: it stays gathered through backward.
+    liveness = host.worst.liveness
+    cloned = [index for index, name in enumerate(liveness.op_names) if name == "aten.clone.default"]
+    first = (liveness.op_iteration[liveness.birth] == 1) & (liveness.category != Category.ACTIVATION)
+    copies = np.isin(liveness.op[liveness.birth], cloned) & first & np.isin(liveness.nbytes, shard_sizes(device))
+    root = 4 * (2 * -(-130 // 4) * 48 + 12)
+    assert int(liveness.nbytes[copies].sum()) == 2 * shards - root
+    said = next(text for text in host.how.assumptions if text.startswith("on the host of this rank"))
+    assert f"parameters {shards / 2**30:.2f} GiB" in said
+    assert host_bytes(host.graph) == {"parameters": shards, "gradients": shards, "optimizer states": 2 * shards}
+
+
+def shard_sizes(simulation):
+    liveness = simulation.worst.liveness
+    return liveness.nbytes[
+        (liveness.category == Category.PARAMETER) & (liveness.op_phase[liveness.birth] == Phase.LOAD)
+    ]
+
+
 def test_packed_weights_in_integers_stay_whole(tiny):
     one, four = (tiny(dp_shard=world, method="qlora") for world in (1, 4))
     assert one.worst.not_shared["quantised weights"] == four.worst.not_shared["quantised weights"] > 0
@@ -226,7 +252,7 @@ def test_what_is_not_shared_is_a_floor(tiny):
         ({"wrap": "NoSuchLayer"}, "no module matches 'NoSuchLayer'"),
         ({"reshard_after_forward": "3"}, "divisor of dp_shard 4"),
         ({"checkpointing": "budget:1"}, "weighs a step on one GPU"),
-        ({"cpu_offload": True}, "not predicted yet"),
+        ({"cpu_offload": True, "engine": "fsdp1"}, "cpu_offload with engine fsdp1 is not predicted"),
         ({"engine": "fsdp1", "wrap": "none", "checkpointing": "full", "checkpoint_around_units": True}, "is no unit"),
     ],
 )
