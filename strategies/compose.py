@@ -16,6 +16,7 @@ from metapeak.strategies.optimizers import OptimizerMaker, check_optimizer, opti
 from metapeak.strategies.packages import for_package, optimised_only
 from metapeak.strategies.parallel.checkpoints import with_real_checkpoints
 from metapeak.strategies.parallel.ranks import distinct_ranks, distribution, layout_notes, layout_of, process_group_of
+from metapeak.strategies.parallel.shard_sizes import can_differ_in_shards_alone, graph_of_rank
 from metapeak.strategies.parallel.tensor_parallel import sharded_and_whole_apart
 from metapeak.strategies.parallel.unshared import not_shared
 from metapeak.strategies.precision import check_precision, precision_notes, training_loop
@@ -98,14 +99,18 @@ def simulate(
     classes, rank_notes = distinct_ranks(layout, first.module, strategies)
     seconds["build"] = time.perf_counter() - started
 
-    # Every distinct rank is traced on its own: what it holds is decided before the first operation.
+    # Every distinct rank is traced on its own: what it holds is decided before the first operation. Where only the
+    # sizes of shards differ, one trace answers for all.
     traced = []
+    rows = {name: parameter.shape[0] for name, parameter in first.module.named_parameters() if parameter.dim()}
+    alike = can_differ_in_shards_alone(strategies, layout)
     for one in classes:
         started = time.perf_counter()
-        prepared = set_up() if traced else first
         if len(classes) > 1:
             progress(f"rank {one.rank} of {layout.world_size}")
-        graph, answered = _trace(prepared, step, strategies, layout, one.rank, progress)
+        graph = graph_of_rank(traced[0][1], rows, layout, one.rank) if traced and alike else None
+        if graph is None:
+            graph, answered = _trace(set_up() if traced else first, step, strategies, layout, one.rank, progress)
         seconds["trace"] = seconds.get("trace", 0.0) + time.perf_counter() - started
 
         started = time.perf_counter()

@@ -248,6 +248,10 @@ class PhantomTensor(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is _prim_device:
             return _META if _Kernel.running else DEVICE
+        others = [kind.__name__ for kind in types if kind.__name__ == "DTensor"]
+        if others:  # torch's own words for it
+            reason = "got mixed torch.Tensor and DTensor: it makes plain tensors beside sharded ones"
+            raise TraceError(reason, op=str(func))
         raise TraceError("a tensor of the phantom GPU was used outside the traced step", op=str(func))
 
     def record_stream(self, stream: Stream) -> None:

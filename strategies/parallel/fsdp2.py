@@ -104,10 +104,8 @@ class FSDP2(NoOpStrategy):
         if not self.cpu_offload:
             return ()
         sizes = ", ".join(f"{name} {nbytes / GIB:.2f} GiB" for name, nbytes in host_bytes(graph).items())
-        return (
-            f"on the host of this rank, pinned as CPUOffloadPolicy does but for the states: {sizes}; the optimizer runs "
-            "there",
-        )
+        said = "on the host of this rank, pinned as CPUOffloadPolicy does but for the states"
+        return (f"{said}: {sizes}; the optimizer runs there",)
 
     def _reshard_unit(self) -> bool | int:
         return True if self.reshard_after_forward is None else self.reshard_after_forward
