@@ -16,6 +16,7 @@ from metapeak.reports.commands.estimate import Estimate
 from metapeak.reports.commands.explain_oom import ExplainOom
 from metapeak.reports.commands.footprints import Footprints
 from metapeak.reports.commands.instances import Instances
+from metapeak.reports.commands.plan import PlanCommand
 from metapeak.reports.commands.replay import Replay
 from metapeak.reports.commands.serve import Serve
 from metapeak.reports.commands.validate import Validate
@@ -25,6 +26,7 @@ COMMANDS = (
     Estimate(),
     Checkpointing(),
     Footprints(),
+    PlanCommand(),
     Serve(),
     ExplainOom(),
     Validate(),

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from typing import Any
 
 from metapeak.tracer.errors import InputError, UnknownName
 
@@ -61,7 +62,8 @@ class Gpu:
     """One accelerator. `usable_bytes` is what torch can use of it, `usable_from` says where that number is from.
 
     `bandwidth_bytes` a second of its memory, `dense_flops` a second by dtype (fp16, bf16, fp8), as data sheets have
-    it; `has_fast_link` is False for cards that reach each other over PCIe only.
+    it; `has_fast_link` is False for cards that reach each other over PCIe only. `link_bytes` a second go from one card
+    to its neighbours in a machine, one way (None: not known).
     """
 
     id: str
@@ -78,6 +80,7 @@ class Gpu:
     supports_fp8: bool = False
     bandwidth_bytes: int | None = None
     has_fast_link: bool = True
+    link_bytes: float | None = None
     dense_flops: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -156,12 +159,24 @@ def _gpu(entry: dict) -> Gpu:
         supports_fp8=bool(entry["supports"]["fp8"]),
         bandwidth_bytes=round(entry["memory_bandwidth_gb_s"] * 10**9) if entry["memory_bandwidth_gb_s"] else None,
         has_fast_link=bool(entry["link_gb_s_per_gpu_bidirectional"]),
+        link_bytes=_link_bytes(entry),
         dense_flops={
             name: entry["dense_tflops"][name] * 1e12
             for name in ("fp16", "bf16", "fp8")
             if entry["dense_tflops"].get(name)
         },
     )
+
+
+# Bytes a second of one direction of PCIe x16 by generation: PCI-SIG's rate a lane times 16 after encoding.
+_PCIE_X16_BYTES = {"3.0": 15.75e9, "4.0": 31.5e9, "5.0": 63.0e9, "6.0": 121.0e9}
+
+
+def _link_bytes(entry: Mapping[str, Any]) -> float | None:
+    """The faster of the card's own link, half of what its data sheet gives for both ways, and its PCIe x16."""
+    if entry["link_gb_s_per_gpu_bidirectional"]:
+        return entry["link_gb_s_per_gpu_bidirectional"] / 2 * 1e9
+    return _PCIE_X16_BYTES.get((entry.get("pcie") or "").removesuffix(" x16"))
 
 
 @functools.cache

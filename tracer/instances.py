@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import csv
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 
-from metapeak.tracer.errors import UnknownName
+from metapeak.tracer.errors import InputError, UnknownName
 from metapeak.tracer.gpus import Gpu, all_gpus
 
 COLLECTED = "2026-11-30"
@@ -52,11 +53,43 @@ class Instance:
     region: str
     fabric: str
     source: str
+    gpu_link: str = ""
+    local_nvme_gb: float | None = None
 
     @property
     def whole(self) -> bool:
         """Whether it has whole accelerators."""
         return self.count >= 1
+
+    @property
+    def is_clustered(self) -> bool:
+        """Whether its fabric is one that training spreads over: RDMA, or a vendor's own path from GPU to GPU."""
+        return any(word in self.fabric for word in ("EFA", "InfiniBand", "RDMA", "GPUDirect"))
+
+    @property
+    def fabric_bytes(self) -> float | None:
+        """Bytes a second that one machine sends to others, all adapters together; None where no rate is named.
+
+        >>> next(item for item in all_instances() if item.name == "p5.48xlarge").fabric_bytes
+        400000000000.0
+        """
+        many = re.search(r"(\d+)x(\d+) Gbps", self.fabric)
+        if many:
+            return int(many[1]) * int(many[2]) / 8 * 1e9
+        one = re.search(r"([\d.]+) Gbps", self.fabric)
+        return float(one[1]) / 8 * 1e9 if one else None
+
+
+def read_instances(path: str) -> tuple[Instance, ...]:
+    """The instances of a CSV file with the catalogue's columns. Raises InputError for one that cannot be read."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            return tuple(_instances(csv.DictReader(file)))
+    except (OSError, UnicodeDecodeError, KeyError, ValueError, TypeError) as error:
+        what = f"no column or value {error}" if isinstance(error, KeyError) else str(error)
+        raise InputError(
+            f"Cannot read instances from {path}: {what}. It needs the columns of the catalogue."
+        ) from error
 
 
 @functools.cache
@@ -108,6 +141,8 @@ def _instances(rows: Iterator[dict[str, str]]) -> Iterator[Instance]:
             region=row["region"],
             fabric=row["fabric"],
             source=row["source"],
+            gpu_link=row["gpu_link"],
+            local_nvme_gb=_number(row["local_nvme_gb"]),
         )
 
 
