@@ -17,6 +17,7 @@ from metapeak.reports.commands.base import (
     quiet_transformers,
     warn,
 )
+from metapeak.reports.commands.lengths import add_lengths, run_lengths
 from metapeak.reports.commands.sweep import add_sweep, is_sweep, run_largest, run_sweep
 from metapeak.tracer.errors import InputError
 
@@ -40,6 +41,7 @@ class Estimate:
         add_suggestions(output)
         add_cache(output)
         add_sweep(parser)
+        add_lengths(parser)
         output.add_argument(
             "--require-fit", action="store_true", help="exit with 3 if it does not fit, 4 if it is borderline"
         )
@@ -53,6 +55,8 @@ class Estimate:
         from metapeak.tracer.simulation import Verdict
 
         quiet_transformers()
+        if arguments.seq_lens is not None:
+            return run_lengths(arguments)
         if is_sweep(arguments):
             return run_sweep(arguments)
         if arguments.largest is not None:
