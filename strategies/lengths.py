@@ -2,7 +2,7 @@
 
 What it changes: nothing; the step of every batch has the sizes that its own trace would have (size_functions.py).
 Where each byte comes from: traces at the ends of a range of lengths and inside it; where the graph changes inside (a
-sliding window, a mask, a kernel's switch) the range is cut in halves until it does not, and single sizes are traced.
+sliding window, a mask, a kernel's switch) the range is cut there, and what is left of few sizes is traced.
 Padded: sequences in the file's order, `batch_size` of them padded to the longest. Packed: the same ones end to end in
 one row without padding.
 Not modelled: that an allocator which has seen other lengths before has holes of their sizes.
@@ -16,16 +16,22 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from metapeak.strategies.request import gpu_of, simulate_resolved, strategies_of
-from metapeak.strategies.size_functions import NotAPolynomial, Size, SizeFunctions, size_functions
+from metapeak.strategies.size_functions import (
+    NotAPolynomial,
+    Size,
+    SizeFunctions,
+    is_of_kind,
+    same_steps,
+    size_functions,
+)
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.graph import StepGraph
 from metapeak.tracer.simulation import Option, Simulation
 
 # Percents of the steps whose peaks are reported, each through the allocator.
 PERCENTILES = (50, 90, 99, 100)
-# Ranges of fewer lengths than this are not cut further; their sizes are traced one by one, up to so many.
-_SHORTEST_RANGE = 32
-MOST_SINGLE_TRACES = 24
+# A file that needs more traces than this is refused.
+MOST_TRACES = 64
 
 
 class Steps:
@@ -57,26 +63,44 @@ class Steps:
             lengths = sorted({length for other, length in sizes if other == batch})
             self._cover_lengths(batch, lengths)
 
-    def _cover_lengths(self, batch: int, lengths: list[int]) -> None:
+    def _cover_lengths(self, batch: int, lengths: list[int], aligned: bool | None = None) -> None:
+        if not lengths:
+            return
         first, last = lengths[0], lengths[-1]
-        if len(lengths) <= 5 or last - first < _SHORTEST_RANGE:
+        if len(lengths) <= 5:
             for length in lengths:
                 self._record((batch, length))
             return
         try:
-            self._pieces.append(size_functions(self._record, (batch, first), (batch, last)))
+            self._pieces.append(size_functions(self._record, (batch, first), (batch, last), aligned))
+            return
         except NotAPolynomial as reason:
             self.reasons.append(f"{first} to {last}: {reason}")
-            middle = (first + last) // 2
-            for part in ([one for one in lengths if one <= middle], [one for one in lengths if one > middle]):
-                if part:
-                    self._cover_lengths(batch, part)
+        if aligned is None:
+            for kind in (True, False):
+                self._cover_lengths(batch, [one for one in lengths if is_of_kind(one, kind)], kind)
+            return
+        cut = self._cut(batch, lengths)
+        self._cover_lengths(batch, lengths[:cut], aligned)
+        self._cover_lengths(batch, lengths[cut:], aligned)
+
+    def _cut(self, batch: int, lengths: list[int]) -> int:
+        """Where the step becomes another one than the first length's; the middle, where the ends are alike."""
+        first = self._record((batch, lengths[0]))
+        low, high = 0, len(lengths) - 1
+        if same_steps(first, self._record((batch, lengths[-1]))):
+            return len(lengths) // 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            same = same_steps(first, self._record((batch, lengths[middle])))
+            low, high = (middle, high) if same else (low, middle)
+        return high
 
     def _record(self, size: Size) -> StepGraph:
         if size not in self._traced:
-            if self.traces >= MOST_SINGLE_TRACES:
+            if self.traces >= MOST_TRACES:
                 raise InputError(
-                    f"This step's sizes follow no polynomial of the length, and {MOST_SINGLE_TRACES} traces did not "
+                    f"This step's sizes follow no polynomial of the length, and {MOST_TRACES} traces did not "
                     f"cover the file. Last: {self.reasons[-1] if self.reasons else 'no range'}"
                 )
             self._progress(f"tracing batch {size[0]} x length {size[1]}")
@@ -94,7 +118,7 @@ class Steps:
         if size in self._traced:
             return self._traced[size]
         for piece in self._pieces:
-            if piece.least <= size <= piece.most and piece.least[1] <= size[1] <= piece.most[1]:
+            if piece.covers(size):
                 return piece.graph(size)
         raise InputError(f"batch {size[0]} x length {size[1]} was not traced.")
 
@@ -102,7 +126,7 @@ class Steps:
         """Largest sum of live bytes of traced storages at each size."""
         found: dict[Size, int] = {}
         for piece in self._pieces:
-            inside = [one for one in sizes if one[0] == piece.least[0] and piece.least[1] <= one[1] <= piece.most[1]]
+            inside = [size for size in sizes if piece.covers(size)]
             found.update(zip(inside, piece.peak_bytes(inside).tolist()))
         for size in sizes:
             if size not in found:

@@ -21,8 +21,11 @@ import numpy as np
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.graph import StepGraph
 
-# Lengths that kernels round a sequence up to; 1 is none.
-GRANULES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Lengths that kernels round a sequence up to; 1 is none, a negative one rounds one side of a square.
+GRANULES = (1, 2, 4, 8, 16, 32, 64, 128, 256, -8, -16, -32, -64, -128)
+# Lengths that are multiples of this and others can be different graphs: memory-efficient attention pads a mask's last
+# dimension to it. Source: aten/src/ATen/native/transformers/attention.cpp (preprocess_mask).
+ALIGNMENT = 16
 # Powers of (batch, length) of the basis.
 _POWERS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))
 
@@ -63,13 +66,14 @@ class Polynomials:
 class SizeFunctions:
     """A step over a range of (batch, length), corners included: a graph whose sizes are functions of them.
 
-    `storages` has the bytes of storages, `extents` what shapes, strides and offsets are made of, each that differs once;
-    `storage_of` and `extent_of` say which of them each storage and extent is. `traces`: how many were recorded.
+    `storages` has the bytes of storages, `extents` what layouts are made of, each that differs once;
+    `storage_of` and `extent_of` say which of them each storage and extent is; `traces` steps were recorded.
     """
 
     template: StepGraph
     least: Size
     most: Size
+    aligned: bool | None
     storages: Polynomials
     extents: Polynomials
     storage_of: np.ndarray
@@ -117,25 +121,38 @@ class SizeFunctions:
             terms[int(granule)] = np.cumsum(change, axis=0)[last]
         return terms
 
+    def covers(self, size: Size) -> bool:
+        """Whether (batch, length) is in the range."""
+        inside = all(low <= value <= high for low, value, high in zip(self.least, size, self.most))
+        return inside and is_of_kind(size[1], self.aligned)
+
     def _check(self, size: Size) -> None:
-        if not all(low <= value <= high for low, value, high in zip(self.least, size, self.most)):
+        if not self.covers(size):
             (b0, s0), (b1, s1) = self.least, self.most
             raise InputError(
                 f"batch {size[0]} x length {size[1]} is outside what was traced: {b0} to {b1} x {s0} to {s1}."
             )
 
 
-def size_functions(record: Callable[[Size], StepGraph], least: Size, most: Size) -> SizeFunctions:
+def is_of_kind(length: int, aligned: bool | None) -> bool:
+    """Whether a length is a multiple of ALIGNMENT, or is none; None takes both."""
+    return aligned is None or (length % ALIGNMENT == 0) == aligned
+
+
+def size_functions(
+    record: Callable[[Size], StepGraph], least: Size, most: Size, aligned: bool | None = None
+) -> SizeFunctions:
     """The functions over batch and length from `least` to `most`; `record` traces the step at a size.
 
-    A batch of one and larger ones are different graphs, so a range has one of them. Raises NotAPolynomial.
+    A batch of one and larger ones are different graphs, so a range has one of them. `aligned` True takes lengths that
+    ALIGNMENT divides, False the others: kernels pad their masks to it. Raises NotAPolynomial.
     """
     if least[0] == 1 < most[0]:
         raise NotAPolynomial("a batch of 1 takes another path than larger ones (dimensions of size 1): ask for each.")
     powers = tuple(
         power for power in _POWERS if not (power[0] and least[0] == most[0]) and not (power[1] and least[1] == most[1])
     )
-    fitted, checked = _points(least, most, powers)
+    fitted, checked = _points(least, most, powers, aligned)
     sizes = [*fitted, *checked]
     template = record(sizes[0])
     nbytes, extents = [template.nbytes], [_extents(template)]
@@ -150,6 +167,7 @@ def size_functions(record: Callable[[Size], StepGraph], least: Size, most: Size)
         template=template,
         least=least,
         most=most,
+        aligned=aligned,
         storages=storages,
         extents=shapes,
         storage_of=storage_of,
@@ -203,24 +221,29 @@ def _fitted(seen: np.ndarray, fitted, checked, powers) -> tuple[Polynomials, np.
     return polynomials, which.reshape(-1)
 
 
-def _points(least: Size, most: Size, powers: Sequence[Size]) -> tuple[list[Size], list[Size]]:
+def _points(least: Size, most: Size, powers: Sequence[Size], aligned: bool | None) -> tuple[list[Size], list[Size]]:
     """(sizes to fit on, sizes to check the fit at): corners first, lengths of every kind of remainder."""
     (b0, s0), (b1, s1) = least, most
     batches = [b0] if b0 == b1 else [b0, b1]
-    middle = (s0 + s1) // 2
-    lengths = [s0] if s0 == s1 else [s0, middle, s1]
-    fitted = list(dict.fromkeys((batch, length) for batch in batches for length in lengths))
+    every = [length for length in range(s0, s1 + 1) if is_of_kind(length, aligned)]
+    lengths = list(dict.fromkeys((every[0], every[len(every) // 2], every[-1]) if every else ()))
+    fitted = [(batch, length) for batch in batches for length in lengths]
     if len(fitted) < len(powers):
         raise NotAPolynomial(f"the range from {least} to {most} has too few sizes to fit and check on.")
-    odd = [s0 + (s1 - s0) // 4 + 1, s0 + 3 * (s1 - s0) // 4 - 2] if s1 - s0 >= 16 else list(range(s0, s1 + 1))
+    odd = [every[(len(every) - 1) // 4], every[min(len(every) - 1, 3 * len(every) // 4 + 1)]]
     inner = [b0 + (b1 - b0) // 2] if b1 - b0 > 1 else batches
     checked = [(batch, length) for batch in inner for length in odd]
     return fitted, [size for size in dict.fromkeys(checked) if size not in fitted]
 
 
 def _terms(size: Size, powers: Sequence[Size], granule: int) -> list[int]:
-    batch, length = size[0], -(-size[1] // granule) * granule
-    return [batch**b * length**s for b, s in powers]
+    """The terms of the basis at a size. A negative granule rounds one of the two lengths of a square only: a mask has
+    as many rows as there are tokens, and its rows are padded.
+    """
+    batch, length = size
+    rounded = -(-length // abs(granule)) * abs(granule)
+    once = length if granule < 0 else rounded
+    return [batch**b * (1, once, once * rounded)[s] for b, s in powers]
 
 
 def _solve(fitted: Sequence[Size], powers: Sequence[Size], granule: int) -> tuple[np.ndarray, int] | None:
@@ -244,6 +267,15 @@ def _solve(fitted: Sequence[Size], powers: Sequence[Size], granule: int) -> tupl
     inverse = [row[count:] for row in augmented]
     denominator = int(np.lcm.reduce([value.denominator for row in inverse for value in row]))
     return np.array([[int(value * denominator) for value in row] for row in inverse], dtype=object), denominator
+
+
+def same_steps(one: StepGraph, other: StepGraph) -> bool:
+    """Whether two graphs are the same operations on storages of the same lives."""
+    try:
+        _check_same(one, other, (0, 0), (0, 0))
+    except NotAPolynomial:
+        return False
+    return True
 
 
 def _check_same(one: StepGraph, other: StepGraph, size: Size, at: Size) -> None:
