@@ -220,7 +220,13 @@ def _phases(rank: RankResult, console: Console) -> None:
         )
     console.print()
     console.print(table)
-    console.print(Text(f"Between steps: {gib(rank.steady_bytes)} GiB"))
+    console.print(Text(f"The peak is in {at.phase}. Between steps: {gib(rank.steady_bytes)} GiB"))
+    host = [
+        f"{phase} {gib(row['host_bytes'])}" + (" pinned" if row["pinned_bytes"] == row["host_bytes"] else "")
+        for phase, row in rank.host.items()
+    ]
+    if host:
+        console.print(Text(f"On the host, GiB: {', '.join(host)}"))
 
 
 def _largest(rank: RankResult, console: Console) -> None:
