@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 
 from metapeak.reports.commands.base import (
-    BORDERLINE,
-    DOES_NOT_FIT,
     DONE,
     add_cache,
     add_model,
+    add_require_fit,
     add_suggestions,
+    exit_code,
     make_console,
     open_cache,
     quiet_transformers,
@@ -36,9 +36,7 @@ class Estimate:
         add_suggestions(output)
         add_cache(output)
         add_sweep(parser)
-        output.add_argument(
-            "--require-fit", action="store_true", help="exit with 3 if it does not fit, 4 if it is borderline"
-        )
+        add_require_fit(output)
 
     def run(self, arguments: argparse.Namespace) -> int:
         from metapeak.reports.options import resolve_options
@@ -46,7 +44,6 @@ class Estimate:
         from metapeak.reports.progress import Progress
         from metapeak.strategies.cached import answer
         from metapeak.strategies.request import gpu_of
-        from metapeak.tracer.simulation import Verdict
 
         quiet_transformers()
         if is_sweep(arguments):
@@ -74,9 +71,7 @@ class Estimate:
             from metapeak.reports.summary import print_summary
 
             print_summary(simulation, make_console(), chart=arguments.chart)
-        if arguments.require_fit and simulation.fit.verdict is not Verdict.FITS:
-            return BORDERLINE if simulation.fit.verdict is Verdict.BORDERLINE else DOES_NOT_FIT
-        return DONE
+        return exit_code(simulation.fit.verdict) if arguments.require_fit else DONE
 
 
 def _wants_suggestions(arguments: argparse.Namespace) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from metapeak.strategies.serving.checks import check_spec, longest_of, max_model_len_of
 from metapeak.strategies.serving.engines import (
     Budget,
     Engine,
@@ -22,7 +23,7 @@ from metapeak.strategies.serving.engines import (
     find_engine,
     parse_version,
 )
-from metapeak.strategies.serving.formats import KV_DTYPES, check_fp8, check_quantization
+from metapeak.strategies.serving.formats import KV_DTYPES
 from metapeak.strategies.serving.room import (
     ServingRank,
     fit_of,
@@ -33,7 +34,7 @@ from metapeak.strategies.serving.room import (
 )
 from metapeak.strategies.serving.served_model import SHORT_DTYPES, build_served, quantise
 from metapeak.strategies.serving.speed import BANDWIDTH_REACHED, FLOPS_REACHED, Cost, Speed, costs_of, speed_of
-from metapeak.tracer.errors import InputError, UnknownName
+from metapeak.tracer.errors import InputError
 from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.kv_cache import PROBE_TOKENS, CacheLayout
 from metapeak.tracer.simulation import Fit, How, ModelSummary, Verdict
@@ -57,7 +58,7 @@ class ServingSpec:
     pp: int = 1
     quantization: str | None = None
     double_quant: bool = False
-    group_size: int = 128
+    group_size: int | None = None
     kv_dtype: str | None = None
     max_model_len: int | None = None
     context: int | None = None
@@ -133,8 +134,8 @@ def serve(
     built, notes = build_served(resolved, model, engine, gpu)
     module = built.module
     check_generates(module, resolved.id)
-    longest = _longest(module)
-    max_model_len = _max_model_len(spec.max_model_len, longest, resolved.id)
+    longest = longest_of(module)
+    max_model_len = max_model_len_of(spec.max_model_len, longest, resolved.id)
     request = Request(
         max_model_len=max_model_len,
         tp=spec.tp,
@@ -228,66 +229,6 @@ def serve(
     )
 
 
-# -- what cannot be asked ----------------------------------------------------------------------------------------------
-
-
-def check_spec(spec: ServingSpec, engine: Engine, gpu: Gpu) -> None:
-    """Raise InputError or UnknownName for what this engine or GPU cannot do, before anything is imported."""
-    counts = (
-        "tp",
-        "pp",
-        "max_model_len",
-        "context",
-        "concurrency",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "block_size",
-    )
-    for name in (*counts, "encoder_tokens"):
-        value = getattr(spec, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 24):
-            raise InputError(f"{name} is {value!r}, but has to be a whole number from 1 to {1 << 24}.")
-    if spec.memory_fraction is not None and not 0 < spec.memory_fraction <= 1:
-        raise InputError(f"memory fraction is {spec.memory_fraction}, but has to be above 0 and at most 1.")
-    parse_version(spec.engine_version)
-    check_quantization(spec.quantization, engine.quantizations, engine.name, gpu)
-    if spec.kv_dtype is not None and spec.kv_dtype not in KV_DTYPES:
-        raise UnknownName("dtype of keys and values", spec.kv_dtype, KV_DTYPES)
-    if spec.kv_dtype is not None and spec.kv_dtype not in engine.kv_dtypes:
-        raise InputError(
-            f"{engine.name} keeps no keys and values in {spec.kv_dtype}; it has {', '.join(engine.kv_dtypes)}."
-        )
-    if spec.kv_dtype == "fp8":
-        check_fp8(gpu, "keys and values in fp8 are read by fp8 kernels")
-    if not engine.parallel and spec.tp * spec.pp > 1:
-        raise InputError(
-            f"{engine.name}: tp {spec.tp} and pp {spec.pp} are not modelled; it splits by layers and rows."
-        )
-
-
-def _max_model_len(asked: int | None, longest: tuple[int | None, str], name: str) -> int:
-    most, where = longest
-    if asked is None:
-        if most is None:
-            raise InputError(f"{name} names no longest sequence. Give --max-model-len.")
-        return most
-    if most is not None and asked > most:
-        raise InputError(
-            f"Asked for max_model_len {asked}, but {name} has {most} positions ({where}). Give at most {most}, or a "
-            "config with longer ones (rope scaling)."
-        )
-    return asked
-
-
-def _longest(module: Any) -> tuple[int | None, str]:
-    from metapeak.tracer.sequences import most_positions, trained_length
-
-    most = most_positions(module)
-    if most is not None:
-        return most, "its table of positions"
-    return trained_length(module.config), "max_position_embeddings of the config"
-
-
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
@@ -316,6 +257,11 @@ def _batches(module: Any, resolved: Any) -> Callable[[int, int], Mapping[str, An
 def _encoder_tokens(module: Any, layout: CacheLayout, spec: ServingSpec, max_model_len: int) -> tuple[int, list[str]]:
     """(positions of the encoder whose keys and values a sequence keeps, what to say of a default)."""
     if not layout.cross_bytes_per_token:
+        if spec.encoder_tokens is not None:
+            raise InputError(
+                f"encoder_tokens: {type(module).__name__} keeps nothing of an encoder. Leave it out; --context is the "
+                "length of a sequence."
+            )
         return 0, []
     if spec.encoder_tokens is not None:
         return spec.encoder_tokens, []
