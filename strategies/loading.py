@@ -41,22 +41,22 @@ class Loading:
 
 def loading_of(module: torch.nn.Module, way: str) -> Loading:
     """What loading the prepared module takes on one device that holds it whole."""
-    there, peak, largest, whole = 0, 0, 0, 0
+    there, peak, sizes = 0, 0, []
     for kept, full, beside in _arrivals(module):
         peak = max(peak, there + kept + beside)
         there += kept
-        largest, whole = max(largest, full), whole + full
+        sizes.append(full)
     packs = any(type(part).__name__ in _PACKED_HERE for part in module.modules())
     if way == "cpu":
         return Loading(
             device_peak_bytes=peak if packs else there,
-            host_bytes=whole,
+            host_bytes=sum(sizes),
             rule="the whole model on the host in its dtype, then moved tensor by tensor",
         )
     at_once = 1 if packs else WORKERS
     return Loading(
         device_peak_bytes=peak,
-        host_bytes=at_once * largest,
+        host_bytes=sum(sorted(sizes)[-at_once:]),
         rule=f"straight to the device, {at_once} tensor{'s' * (at_once > 1)} at a time from the mapped checkpoint",
     )
 
