@@ -11,7 +11,8 @@ Note [Evaluation]
 
 Note [Generation]
     `generate` itself runs, with the model's own cache, greedily, and no sequence ends early. Of many new tokens the
-    first two and the last two are run: between them the cache is put to the length that it has by then.
+    first two and the last two are run: between them the cache is put to the length that it has by then. Where a cache
+    has no length (states alone, a class of the model's own, an encoder's beside the decoder's), every token is run.
 
 Note [Saving]
     What is written goes to the host tensor by tensor; the device holds what gathering or merging makes.
@@ -47,6 +48,8 @@ from metapeak.tracer.training_loop import TrainingLoop, autocast_forward
 
 # New tokens that are all run; of more the first and the last TOKENS_AT_AN_END.
 TRACED_TOKENS, TOKENS_AT_AN_END = 8, 2
+# New tokens at most of a model whose cache cannot be put to a length.
+TRACED_ONE_BY_ONE = 256
 # What a Trainer calls labels, and what it leaves out of a model's outputs.
 _LABELS = ("labels",)
 _IGNORED = ("past_key_values", "cache", "loss")
@@ -209,13 +212,14 @@ def _to_host(containers: Sequence[Any]) -> None:
 def _generate(recorder: Recorder, model, prompt: Mapping[str, torch.Tensor], new_tokens: int) -> None:
     with _whole_for_generation(model) as inner:
         inputs = _loaded(recorder, prompt)  # a caller holds them until all is generated
-        if new_tokens <= TRACED_TOKENS:
+        if new_tokens <= TRACED_TOKENS or not _cache_has_a_length(inner, prompt):
+            if new_tokens > TRACED_ONE_BY_ONE:
+                raise InputError(
+                    f"generate {new_tokens}: the cache of {type(inner).__name__} cannot be put to a length, so every "
+                    f"token is run, and at most {TRACED_ONE_BY_ONE} are."
+                )
             _call_generate(inner, inputs, new_tokens)
             return
-        if inner.config.is_encoder_decoder:
-            raise InputError(
-                f"{new_tokens} new tokens of an encoder-decoder: at most {TRACED_TOKENS} are traced (--generate)."
-            )
         _call_generate(inner, inputs, TOKENS_AT_AN_END)
         tokens = prompt["input_ids"].shape[1] + new_tokens - TOKENS_AT_AN_END
         ids = torch.cat([prompt["input_ids"], prompt["input_ids"][:, -1:].expand(-1, new_tokens)], dim=1)[:, :tokens]
@@ -238,11 +242,7 @@ def _cache_after(recorder: Recorder, model, inputs: Mapping[str, torch.Tensor]) 
     from metapeak.tracer.inference import cache_arguments, tensors_in
 
     ids = batch_to_phantom(inputs["input_ids"])
-    cache = cache_arguments(model).get("cache")
-    if cache is None:
-        raise InputError(
-            f"{type(model).__name__} brings a cache of its own: at most {TRACED_TOKENS} new tokens are traced."
-        )
+    cache = cache_arguments(model)["cache"]
     cut = ids.shape[1] - 1
     with unrecorded():
         for piece in (ids[:, : cut - 2], ids[:, cut - 2 : cut - 1], ids[:, cut - 1 : cut]):
@@ -250,6 +250,22 @@ def _cache_after(recorder: Recorder, model, inputs: Mapping[str, torch.Tensor]) 
     for number, tensor in enumerate(tensors_in(cache)):
         recorder.load(tensor, f"cache.{number}", Category.ACTIVATION)
     return cache
+
+
+def _cache_has_a_length(model, prompt: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the model's cache is transformers' own and counts the tokens that it was given."""
+    from metapeak.tracer.inference import cache_arguments
+
+    cache = cache_arguments(model).get("cache")
+    if cache is None or model.config.is_encoder_decoder:
+        return False
+    with unrecorded():
+        ids = batch_to_phantom(prompt["input_ids"][:, :2])
+        model(input_ids=ids, cache=cache, use_cache=True, **_last_logits(model))
+    try:
+        return cache.get_seq_length() == ids.shape[1]
+    except ValueError:  # raised by a cache of states alone
+        return False
 
 
 def _last_logits(model) -> dict[str, int]:
