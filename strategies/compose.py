@@ -170,7 +170,7 @@ def simulate(
         *answered,
         *rank_notes,
         *layout_notes(layout, step),
-        *notes_of(life, first.tensors),
+        *notes_of(life, first.tensors, own_batch=first.built.batch is not None),
     ]
     for strategy, said in zip(strategies, notes):
         assumptions += [*strategy.assumptions(), *said, *strategy.remarks(graph)]

@@ -42,6 +42,7 @@ LIFECYCLE = (
     "save", "load",
 )  # fmt: skip
 SAVES = ("full", "full-on-device", "sharded", "adapter", "merged")
+_TEXTS, _IMAGES = ("input_ids", "decoder_input_ids", "labels"), ("pixel_values", "pixel_values_videos")
 # Tensors of one file at most: max_shard_size of save_pretrained, 50 GB.
 SHARD_BYTES = 50 * 10**9
 
@@ -98,10 +99,20 @@ class Lifecycle:
         if built.batch is not None or built.package is not None or not isinstance(batch, Mapping):
             raise InputError(f"generate: {resolved.id} is no model of transformers whose prompt is known.")
         check_generates(built.module, resolved.id)
-        tokens = self.prompt_len or batch["input_ids"].shape[-1]
-        inputs = generation_batch(built.module, resolved.task, self.sequences, tokens)
-        more = {name: value for name, value in batch.items() if name not in (*inputs, "labels")}
-        return inputs if built.module.config.is_encoder_decoder else {**more, **inputs}
+        if "input_features" in batch:
+            raise InputError(
+                f"generate: {type(built.module).__name__} decodes speech by rules on the tokens' values, which are not "
+                "known here. Leave --generate out."
+            )
+        if any(name in batch for name in _IMAGES):  # their places are in the batch's own tokens
+            if self.prompt_len is not None:
+                raise InputError("prompt_len: the prompt of a model with images is the batch's (--seq-len).")
+            return {name: tensor for name, tensor in batch.items() if name != "labels"}
+        return generation_batch(built.module, resolved.task, self.sequences, self.tokens_before(batch))
+
+    def tokens_before(self, batch: Any) -> int:
+        """Tokens of a generation's prompt: as asked, else as many as the batch's text has."""
+        return self.prompt_len or next(batch[name].shape[-1] for name in _TEXTS if name in batch)
 
 
 def check_lifecycle(life: Lifecycle, strategies: Sequence[Strategy]) -> None:
@@ -137,11 +148,12 @@ def check_lifecycle(life: Lifecycle, strategies: Sequence[Strategy]) -> None:
         raise InputError(f"save {life.save}: nothing is sharded here; give --save full.")
 
 
-def notes_of(life: Lifecycle, batch: Any) -> list[str]:
-    """Sentences on what was assumed; `batch` is the training step's."""
+def notes_of(life: Lifecycle, batch: Any, *, own_batch: bool) -> list[str]:
+    """Sentences on what was assumed; `batch` is the training step's, `own_batch` whether it is the user's."""
     said = []
     if life.evaluates:
         size = "" if life.eval_batch_size else ", the Hugging Face Trainer's default"
+        of = "of the function's own" if own_batch else f"of {life.sequences}{size}"
         kept = (
             "their logits kept for metrics"
             + (
@@ -154,13 +166,12 @@ def notes_of(life: Lifecycle, batch: Any) -> list[str]:
         )
         said.append(
             "evaluation between steps as the Hugging Face Trainer's evaluation_loop: "
-            f"{life.eval_batches or EVAL_BATCHES} batches of {life.sequences}{size}, {kept}"
+            f"{life.eval_batches or EVAL_BATCHES} batches {of}, {kept}"
         )
     if life.generate is not None:
-        tokens = life.prompt_len or batch["input_ids"].shape[-1]
         said.append(
-            f"generation of {life.generate} tokens after {tokens} by generate, {life.sequences} sequences, greedy, "
-            "none ends early"
+            f"generation of {life.generate} tokens after {life.tokens_before(batch)} by generate, {life.sequences} "
+            "sequences, greedy, none ends early"
         )
     if life.save is not None:
         said.append(f"save {life.save}: tensors go to the host one by one; optimizer states each alone")

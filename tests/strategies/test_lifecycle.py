@@ -3,6 +3,8 @@
 import pytest
 import transformers as hf
 
+from metapeak.reports.cli import main
+from metapeak.reports.commands.base import BAD_INPUT
 from metapeak.reports.data import record_of
 from metapeak.strategies import simulate_options
 from metapeak.tracer.errors import InputError
@@ -116,3 +118,18 @@ def test_loading_a_sharded_model_straight_to_the_device_takes_all_of_it(llama):
 def test_what_nothing_would_read_is_refused(llama, options, message):
     with pytest.raises(InputError, match=message):
         ask(llama, **options)
+
+
+def test_a_generation_by_rules_on_values_is_refused():
+    with pytest.raises(InputError, match="speech"):
+        ask("openai/whisper-tiny", generate=2)
+
+
+def test_an_encoder_decoder_generates_beside_its_encoder():
+    result = ask("google-t5/t5-small", generate=2, eval_batch_size=2)
+    assert peaks(result)["generation"] > result.worst.steady_bytes
+
+
+def test_policies_are_compared_for_training_steps_only(llama, capsys):
+    assert main(["checkpointing", llama, "--evaluate"]) == BAD_INPUT
+    assert "training steps" in capsys.readouterr().err
