@@ -153,7 +153,7 @@ def simulate(
             allocator=allocator or DEFAULT_CONFIG,
             overheads=overheads(gpu, layout.groups if layout else ()),
             not_shared=not_shared_here,
-            host=host_memory(life, loading, liveness, written, layout),
+            host=host_memory(life, loading, liveness, written, later.host_bytes if later else 0, layout),
             load_peak_bytes=load_peak,
         )
         _ = rank.reservation  # counted in the seconds of this stage

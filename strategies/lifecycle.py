@@ -84,7 +84,7 @@ class Lifecycle:
         from metapeak.tracer.life import Evaluation, Life
 
         evaluation = Evaluation(
-            batches=self.eval_batches or EVAL_BATCHES,
+            batches=batches_of(self),
             keep_logits=self.eval_logits,
             accumulation_steps=self.eval_accumulation_steps,
         )
@@ -166,7 +166,7 @@ def notes_of(life: Lifecycle, batch: Any, *, own_batch: bool) -> list[str]:
         )
         said.append(
             "evaluation between steps as the Hugging Face Trainer's evaluation_loop: "
-            f"{life.eval_batches or EVAL_BATCHES} batches {of}, {kept}"
+            f"{batches_of(life)} batches {of}, {kept}"
         )
     if life.generate is not None:
         said.append(
@@ -184,6 +184,10 @@ def lived_on(liveness: Liveness, later: StepGraph, workspaces: KernelWorkspaces)
         return followed_by(liveness, workspaces.inside_kernels(later.liveness()))
     except ValueError as error:
         raise InputError(f"Evaluation, generation and saving are not known for this step: {error}.") from error
+
+
+def batches_of(life: Lifecycle) -> int:
+    return life.eval_batches or EVAL_BATCHES
 
 
 def way_of(life: Lifecycle, layout: Layout | None) -> str:
@@ -217,7 +221,7 @@ def written_bytes(life: Lifecycle, module: torch.nn.Module) -> int:
 
 
 def host_memory(
-    life: Lifecycle, loading: Loading, liveness: Liveness, written: int, layout: Layout | None
+    life: Lifecycle, loading: Loading, liveness: Liveness, written: int, kept: int, layout: Layout | None
 ) -> dict[str, dict[str, Any]]:
     """Bytes on the host by phase: `host_bytes`, `pinned_bytes` of them pinned, and `why`."""
     inputs = liveness.category == Category.INPUT
@@ -228,6 +232,11 @@ def host_memory(
     )
     found = {"load": _host(loading.host_bytes, 0, rule)}
     found["training"] = _host(batch_bytes, batch_bytes, "the next batch in pinned memory (dataloader_pin_memory)")
+    if life.evaluates:
+        # A second portion is concatenated to the first: both and the result are there at once.
+        joins = life.eval_accumulation_steps is not None and life.eval_accumulation_steps < batches_of(life)
+        why = "losses, logits and labels of the evaluation as arrays" + (", and their concatenation" if joins else "")
+        found["evaluation"] = _host(kept * (2 if joins else 1), 0, why)
     if life.save is not None:
         if sharded and life.save == "full":
             why = "the whole state dict on the host of rank 0 (offload to CPU, rank0_only)"

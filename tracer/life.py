@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from metapeak.tracer.capture import (
     batch_to_phantom,
@@ -144,9 +145,9 @@ def _evaluate(recorder: Recorder, model, batch: Any, compute_loss: Callable, spe
             labels = _gathered(labels)
             all_labels.add(labels)
         if spec.accumulation_steps is not None and (step + 1) % spec.accumulation_steps == 0:
-            _to_host(kept)
+            _to_host(recorder, kept)
             del losses, logits, labels, inputs
-    _to_host(kept)
+    _to_host(recorder, kept)
 
 
 def _prediction_step(model, inputs: Any, compute_loss: Callable, keep_logits: bool) -> tuple[Any, Any, Any]:
@@ -200,9 +201,15 @@ def _gathered(tensors: Any) -> Any:
     return whole.view(-1, *tensor.size()[1:])
 
 
-def _to_host(containers: Sequence[Any]) -> None:
-    """`to_cpu_and_numpy` without the arrays: copies to the host take nothing of the device."""
+def _to_host(recorder: Recorder, containers: Sequence[Any]) -> None:
+    """`to_cpu_and_numpy` without the arrays, whose bytes are noted: copies to the host take nothing of the device.
+    NumPy has no bfloat16: those become float32 (nested_numpify).
+    """
     for container in containers:
+        for tensor in tree_leaves(container.tensors):
+            if isinstance(tensor, torch.Tensor):
+                itemsize = 4 if tensor.dtype is torch.bfloat16 else tensor.element_size()
+                recorder.graph.host_bytes += tensor.numel() * itemsize
         container.tensors = None
 
 

@@ -57,6 +57,14 @@ def test_kept_logits_grow_with_the_batches_and_not_where_they_go_to_the_host(lla
     assert moved[0] == moved[1]
 
 
+def test_arrays_of_kept_logits_are_counted_on_the_host(llama):
+    once = ask(llama, eval_logits=True, eval_batches=2).worst.host["evaluation"]["host_bytes"]
+    twice = ask(llama, eval_logits=True, eval_batches=2, eval_accumulation_steps=1).worst.host["evaluation"]
+    samples = 2 * 8
+    assert once == samples * (32 * 1000 * 4 + 32 * 8 + 4)  # logits, labels, a loss
+    assert twice["host_bytes"] == 2 * once
+
+
 def test_a_workspace_of_cublas_is_there_once_for_the_whole_life(llama):
     def handles(result):
         liveness = result.worst.liveness
