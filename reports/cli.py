@@ -11,6 +11,7 @@ from metapeak.reports.commands.base import BAD_INPUT, DONE, INTERRUPTED
 from metapeak.reports.commands.cache import Cache
 from metapeak.reports.commands.catalogues import Gpus, Models
 from metapeak.reports.commands.checkpointing import Checkpointing
+from metapeak.reports.commands.colocate import Colocate
 from metapeak.reports.commands.diff import Diff
 from metapeak.reports.commands.estimate import Estimate
 from metapeak.reports.commands.explain_oom import ExplainOom
@@ -28,6 +29,7 @@ COMMANDS = (
     Footprints(),
     PlanCommand(),
     Serve(),
+    Colocate(),
     ExplainOom(),
     Validate(),
     Diff(),

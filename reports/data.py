@@ -103,6 +103,7 @@ def _rank(rank: RankResult) -> dict[str, Any]:
             }
             for phase in rank.phases
         ],
+        "host": {phase: dict(row) for phase, row in rank.host.items()},
         "steady_bytes": rank.steady_bytes,
         "largest": [
             {

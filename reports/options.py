@@ -65,6 +65,12 @@ def add_to_parser(
 ) -> None:
     """Add a flag for every setting, and --config. `several`: a flag takes several values."""
     group = parser.add_argument_group("step, strategies and device" if settings is SETTINGS else "engine and device")
+    add_flags(group, settings, several=several)
+    group.add_argument("--config", default=None, metavar="FILE", help="a YAML or JSON file of the same names")
+
+
+def add_flags(group: argparse._ArgumentGroup, settings: Sequence[Setting], *, several: bool = False) -> None:
+    """Add a flag for every setting. `several`: a flag takes several values."""
     for setting in settings:
         if setting.kind is bool:
             group.add_argument(setting.flag, action="store_true", default=None, help=setting.help)
@@ -73,7 +79,6 @@ def add_to_parser(
         metavar = "NAME[,NAME]" if setting.parse else {int: "N", float: "X", str: "NAME"}[setting.kind]
         kind = _several_of(setting) if several else setting.kind
         group.add_argument(setting.flag, type=kind, default=None, metavar=metavar, help=text)
-    group.add_argument("--config", default=None, metavar="FILE", help="a YAML or JSON file of the same names")
 
 
 def _several_of(setting: Setting):

@@ -13,7 +13,7 @@ from metapeak.reports.data import SCHEMA_VERSION
 from metapeak.reports.sizes import gib, size
 from metapeak.reports.summary import print_sentences, verdict_style
 from metapeak.strategies.serving import Serving
-from metapeak.strategies.serving.serve import ServingRank
+from metapeak.strategies.serving.room import ServingRank
 from metapeak.strategies.serving.speed import Cost
 from metapeak.tracer.instances import COLLECTED
 from metapeak.tracer.kv_cache import CacheLayout

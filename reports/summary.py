@@ -14,7 +14,7 @@ from metapeak.reports.make_it_fit import print_suggestions
 from metapeak.reports.ranks import describe_layout, print_ranks
 from metapeak.reports.sizes import count, gib, size
 from metapeak.tracer.liveness import Category
-from metapeak.tracer.simulation import Option, RankResult, Simulation, Verdict
+from metapeak.tracer.simulation import Fit, Option, RankResult, Simulation, Verdict
 
 _STYLES = {Verdict.FITS: "bold green", Verdict.BORDERLINE: "bold yellow", Verdict.DOES_NOT_FIT: "bold red"}
 _LABELS = {Verdict.FITS: "Fits", Verdict.BORDERLINE: "Borderline on", Verdict.DOES_NOT_FIT: "Does not fit"}
@@ -166,14 +166,17 @@ def _verdict(simulation: Simulation, rank: RankResult, console: Console) -> None
         needs = f"{gib(rank.device_bytes)} GiB"
         console.print(Text.assemble(("Needs ", "bold"), (needs, "bold"), f" of a GPU ({gib(low)} to {gib(high)})"))
         return
+    console.print(verdict_line(fit, rank.device_bytes))
+
+
+def verdict_line(fit: Fit, needs_bytes: int) -> Text:
+    """Whether `needs_bytes` of device memory fit, how much is left or missing."""
     low, high = fit.device_range
     usable = f"usable {gib(fit.gpu.usable_bytes)} GiB ({fit.gpu.usable_from})"
     rest = f"{gib(abs(fit.headroom_bytes))} GiB " + ("left" if fit.headroom_bytes >= 0 else "too much")
-    console.print(
-        Text.assemble(
-            (f"{_LABELS[fit.verdict]} {fit.gpu.id}", _STYLES[fit.verdict]),
-            f": needs {gib(rank.device_bytes)} GiB ({gib(low)} to {gib(high)}), {usable}, {rest}",
-        )
+    return Text.assemble(
+        (f"{_LABELS[fit.verdict]} {fit.gpu.id}", _STYLES[fit.verdict]),
+        f": needs {gib(needs_bytes)} GiB ({gib(low)} to {gib(high)}), {usable}, {rest}",
     )
 
 
@@ -240,7 +243,13 @@ def _phases(rank: RankResult, console: Console) -> None:
         )
     console.print()
     console.print(table)
-    console.print(Text(f"Between steps: {gib(rank.steady_bytes)} GiB"))
+    console.print(Text(f"The peak is in {at.phase}. Between steps: {gib(rank.steady_bytes)} GiB"))
+    host = [
+        f"{phase} {gib(row['host_bytes'])}" + (" pinned" if row["pinned_bytes"] == row["host_bytes"] else "")
+        for phase, row in rank.host.items()
+    ]
+    if host:
+        console.print(Text(f"On the host, GiB: {', '.join(host)}"))
 
 
 def _largest(rank: RankResult, console: Console) -> None:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from metapeak.strategies.attention import attention_of, check_attention, check_attention_dtype, check_attention_of
 from metapeak.strategies.base import Strategy
+from metapeak.strategies.lifecycle import (
+    Lifecycle,
+    check_lifecycle,
+    host_memory,
+    lived_on,
+    load_peak_bytes,
+    notes_of,
+    way_of,
+    with_loading,
+    written_bytes,
+)
+from metapeak.strategies.loading import loading_of
 from metapeak.strategies.master_weights import with_master_weights
 from metapeak.strategies.optimizers import OptimizerMaker, check_optimizer, optimizer_maker
 from metapeak.strategies.packages import for_package, optimised_only
@@ -23,6 +36,7 @@ from metapeak.strategies.precision import check_precision, precision_notes, trai
 from metapeak.strategies.presets import preset_notes
 from metapeak.strategies.quantization.from_config import with_checkpoint_quantization
 from metapeak.strategies.quantization.strategy import check_base_is_frozen
+from metapeak.strategies.resolved_options import resolved_options, strategy_options
 from metapeak.tracer.device.allocator_config import DEFAULT_CONFIG, AllocatorConfig
 from metapeak.tracer.device.overheads import overheads
 from metapeak.tracer.errors import InputError
@@ -44,9 +58,10 @@ def simulate(
     gpu: Gpu | None = None,
     allocator: AllocatorConfig | None = None,
     options: Mapping[str, Option] | None = None,
+    lifecycle: Lifecycle | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Simulation:
-    """Peak memory of one training step of `model`, traced.
+    """Peak memory of one training step of `model`, traced; with a `lifecycle` that of evaluation and saving, too.
 
     Arguments: a model reference or ModelSpec, the step, strategies, the GPU to judge the result for (it also decides
     kernels and workspaces; without one an NVIDIA GPU of compute capability 8.0 is assumed), the settings of the caching
@@ -89,13 +104,18 @@ def simulate(
     for strategy in strategies:
         strategy.check(resolved, step)
     check_base_is_frozen(resolved, strategies)
+    life = lifecycle or Lifecycle()
+    check_lifecycle(life, strategies)
     layout = layout_of(strategies)
     strategies = with_real_checkpoints(layout, strategies, functools.partial(_plain_graph, resolved, spec, step, gpu))
     set_up = functools.partial(_set_up, resolved, spec, step, strategies, gpu)
     first = set_up()
     summary = _summary(resolved, first.built.module, first.module)
-    given = _strategy_options(strategies, first.module, options or {})
+    given = strategy_options(strategies, first.module, options or {})
     notes = [strategy.notes(first.module) for strategy in strategies]
+    loading = loading_of(first.module, way_of(life, layout))
+    written = written_bytes(life, first.module)
+    load_peak = load_peak_bytes(loading, way_of(life, layout), layout)
     classes, rank_notes = distinct_ranks(layout, first.module, strategies)
     seconds["build"] = time.perf_counter() - started
 
@@ -111,6 +131,10 @@ def simulate(
         graph = graph_of_rank(traced[0][1], rows, layout, one.rank) if traced and alike else None
         if graph is None:
             graph, answered = _trace(set_up() if traced else first, step, strategies, layout, one.rank, progress)
+        later = None
+        if life.after_training:
+            later, more = _trace_life(life, set_up(), resolved, step, strategies, layout, one.rank, progress)
+            answered = {**answered, **more}
         seconds["trace"] = seconds.get("trace", 0.0) + time.perf_counter() - started
 
         started = time.perf_counter()
@@ -120,6 +144,11 @@ def simulate(
         # Workspaces last: what the rewritten step runs again takes its workspace again.
         workspaces = KernelWorkspaces.of(graph, device_of(gpu))
         liveness = workspaces.added_to(liveness)
+        not_shared_here = not_shared(graph, liveness, first.built.module) if layout else {}
+        if later is not None:
+            liveness = lived_on(liveness, later, KernelWorkspaces.of(later, device_of(gpu)))
+        if life.load is not None:
+            liveness = with_loading(liveness, load_peak)
         liveness.lint()
         rank = RankResult(
             rank=one.rank,
@@ -128,7 +157,9 @@ def simulate(
             liveness=liveness,
             allocator=allocator or DEFAULT_CONFIG,
             overheads=overheads(gpu, layout.groups if layout else ()),
-            not_shared=not_shared(graph, liveness, first.built.module) if layout else {},
+            not_shared=not_shared_here,
+            host=host_memory(life, loading, liveness, written, later.host_bytes if later else 0, layout),
+            load_peak_bytes=load_peak,
         )
         _ = rank.reservation  # counted in the seconds of this stage
         traced.append((rank, graph, answered, workspaces))
@@ -144,6 +175,7 @@ def simulate(
         *answered,
         *rank_notes,
         *layout_notes(layout, step),
+        *notes_of(life, first.tensors, own_batch=first.built.batch is not None),
     ]
     for strategy, said in zip(strategies, notes):
         assumptions += [*strategy.assumptions(), *said, *strategy.remarks(graph)]
@@ -153,7 +185,7 @@ def simulate(
         assumptions.append("kernels and cuBLAS workspaces as on an NVIDIA GPU of compute capability 8.0 (no GPU named)")
     return Simulation(
         model=summary,
-        options={**given, **_resolved_options(built, tensors, make_optimizer, given)},
+        options={**given, **resolved_options(built, tensors, make_optimizer, given)},
         how=How(
             torch=torch.__version__,
             transformers=transformers.__version__,
@@ -217,9 +249,7 @@ def _set_up(resolved, spec: ModelSpec, step: StepSpec, strategies: Sequence[Stra
 
 def _trace(prepared: _Prepared, step: StepSpec, strategies, layout, rank: int, progress, decouple_saves: bool = False):
     """(graph, assumptions) of the prepared step, recorded as one rank of the layout."""
-    from metapeak.tracer.attention import attention_choice
     from metapeak.tracer.capture import record_training_step
-    from metapeak.tracer.flash_attention import flash_attention_2_available
 
     make = prepared.make_optimizer
     if make is not None and layout is not None:
@@ -227,11 +257,7 @@ def _trace(prepared: _Prepared, step: StepSpec, strategies, layout, rank: int, p
     if step.optimizer.master_weights:
         make = with_master_weights(make, prepared.module)
     make = optimised_only(prepared.built.package, make, prepared.module)
-    with (
-        attention_choice(prepared.choice),
-        flash_attention_2_available(),
-        process_group_of(layout, rank),
-    ):
+    with _around(prepared, layout, rank):
         return record_training_step(
             prepared.module,
             prepared.tensors,
@@ -253,6 +279,35 @@ def plain_step_graph(spec: ModelSpec, step: StepSpec, strategies: Sequence[Strat
     strategies, _ = with_checkpoint_quantization(resolved, for_package(resolved, strategies))
     prepared = _set_up(resolved, spec, step, strategies, None)
     return _trace(prepared, step, strategies, None, 0, lambda what: None, decouple_saves=True)[0]
+
+
+def _trace_life(life: Lifecycle, prepared: _Prepared, resolved, step: StepSpec, strategies, layout, rank, progress):
+    """(graph, assumptions) of what follows training, on the module prepared anew."""
+    from metapeak.tracer.life import record_life
+
+    batch = _batch(prepared.built, resolved, replace(step, batch_size=life.sequences))[0]
+    with _around(prepared, layout, rank):
+        return record_life(
+            prepared.module,
+            life.life(),
+            batch=batch,
+            prompt=life.prompt(prepared.built, resolved, batch),
+            compute_loss=prepared.compute_loss,
+            distribute=distribution(layout, strategies),
+            loop=prepared.loop,
+            iteration=step.iterations,
+            progress=progress,
+        )
+
+
+@contextlib.contextmanager
+def _around(prepared: _Prepared, layout, rank: int) -> Iterator[None]:
+    """What a recording of the prepared module runs in: its attention, and the process group of its rank."""
+    from metapeak.tracer.attention import attention_choice
+    from metapeak.tracer.flash_attention import flash_attention_2_available
+
+    with attention_choice(prepared.choice), flash_attention_2_available(), process_group_of(layout, rank):
+        yield
 
 
 def _plain_graph(resolved, spec: ModelSpec, step: StepSpec, gpu: Gpu | None, strategies: Sequence[Strategy]):
@@ -343,49 +398,3 @@ def _loss(built, resolved, strategies: Sequence[Strategy]) -> Callable[..., Any]
 def _ends_after_loss(built) -> bool:
     """Whether autocast ends with the loss unless it is told otherwise: where the model does not compute it itself."""
     return built.package.autocast_region == "loss" if built.package else built.compute_loss is not None
-
-
-def _strategy_options(strategies, module, given: Mapping[str, Option]) -> dict[str, Option]:
-    """The given options, and values that strategies resolve where none was given."""
-    options = dict(given)
-    for strategy in strategies:
-        for name, option in strategy.resolved(module).items():
-            if name not in options or options[name].value is None:
-                options[name] = option
-    return options
-
-
-def _resolved_options(
-    built, tensors, make_optimizer: OptimizerMaker | None, given: Mapping[str, Option]
-) -> dict[str, Option]:
-    """Options whose value only the model or the optimizer's class knows: dtype, lengths of the batch, attention."""
-    resolved: dict[str, Option] = {}
-
-    def fill(name: str, value: Any, origin: str) -> None:
-        if value is not None and (name not in given or given[name].value is None):
-            resolved[name] = Option(value=value, origin=origin)
-
-    fill("weights_dtype", built.dtype, built.dtype_source)
-    if built.batch is not None:
-        resolved["batch_size"] = Option(value=None, origin="the function's own batch")
-    config = getattr(built.module, "config", None)
-    fill("attention", getattr(config, "_attn_implementation", None), "model class")
-    fill("implementation", getattr(make_optimizer, "implementation", None), "as CUDA picks for the optimizer")
-    for name, value in batch_sizes(tensors).items():
-        fill(name, value, "default")
-    return resolved
-
-
-def batch_sizes(tensors: Any) -> dict[str, int]:
-    """The lengths of a batch under their option names: tokens, decoder tokens, pixels a side."""
-    sizes: dict[str, int] = {}
-    if not isinstance(tensors, Mapping):
-        return sizes
-    for name, option in (("input_ids", "seq_len"), ("decoder_input_ids", "target_len"), ("pixel_values", "image_size")):
-        if name in tensors:
-            sizes[option] = int(tensors[name].shape[-1])
-    if "labels" in tensors and "target_len" not in sizes and tensors["labels"].dim() == 2 and "input_ids" in tensors:
-        labels = int(tensors["labels"].shape[-1])
-        if labels != sizes["seq_len"]:
-            sizes["target_len"] = labels
-    return sizes

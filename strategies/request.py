@@ -10,6 +10,7 @@ from metapeak.strategies.checkpoint_policies import parse_policy
 from metapeak.strategies.compose import simulate
 from metapeak.strategies.gradient_checkpointing import strategy_for
 from metapeak.strategies.kernels import Kernels
+from metapeak.strategies.lifecycle import LIFECYCLE, Lifecycle
 from metapeak.strategies.loss import loss_strategy
 from metapeak.strategies.methods import method_strategies
 from metapeak.strategies.optimizers import parse_arguments
@@ -54,8 +55,15 @@ def simulate_resolved(
         gpu=gpu_of(options),
         allocator=allocator_of(options),
         options=options,
+        lifecycle=lifecycle_of(options),
         progress=progress,
     )
+
+
+def lifecycle_of(options: Mapping[str, Option]) -> Lifecycle:
+    """What of the job's life is asked for beside its training steps."""
+    values = {name: options[name].value for name in LIFECYCLE if options[name].value is not None}
+    return Lifecycle(**values)
 
 
 def model_spec(reference: str, options: Mapping[str, Option]) -> ModelSpec:

@@ -11,6 +11,8 @@ from typing import Any
 
 from metapeak.strategies.attention import ATTENTION
 from metapeak.strategies.kernels import KERNELS
+from metapeak.strategies.lifecycle import SAVES
+from metapeak.strategies.loading import WAYS
 from metapeak.strategies.lora import ADAPTER_DTYPES, BIASES, parse_targets
 from metapeak.strategies.loss import LOSSES
 from metapeak.strategies.methods import METHODS
@@ -203,6 +205,17 @@ SETTINGS = (
         name="keep_outputs", kind=bool, default=False,
         help="the training loop holds the model's outputs (logits) until the next iteration's",
     ),
+    Setting(name="evaluate", kind=bool, default=None, help="evaluation between steps, as the Hugging Face Trainer's"),
+    Setting(name="eval_batch_size", kind=int, default=None, help="samples of an evaluation or generation; default 8"),
+    Setting(name="eval_batches", kind=int, default=None, help="batches of an evaluation; default 2"),
+    Setting(name="eval_logits", kind=bool, default=None, help="an evaluation keeps logits (compute_metrics)"),
+    Setting(
+        name="eval_accumulation_steps", kind=int, default=None, help="kept logits go to the host after so many batches"
+    ),
+    Setting(name="generate", kind=int, default=None, help="new tokens generated between steps, with the model's cache"),
+    Setting(name="prompt_len", kind=int, default=None, help="tokens before the generated ones; default: seq_len"),
+    Setting(name="save", kind=str, default=None, help="checkpoint after the steps", choices=SAVES),
+    Setting(name="load", kind=str, default=None, help="how weights come; default device", choices=WAYS),
     Setting(
         name="engine", kind=str, default=None, choices=ENGINES,
         help="what spreads the job over GPUs; default: fsdp2 with dp_shard, ddp with dp_replicate, else none",

@@ -18,8 +18,17 @@ from metapeak.strategies.base import Strategy
 from metapeak.strategies.checkpoint_policies import EveryBlock, Nothing, Policy, parse_policy
 from metapeak.strategies.compose import simulate
 from metapeak.strategies.gradient_checkpointing import GradientCheckpointing
+from metapeak.strategies.lifecycle import Lifecycle
 from metapeak.strategies.parallel.options import parallel_strategies
-from metapeak.strategies.request import allocator_of, gpu_of, model_spec, model_strategies, simulate_resolved, step_spec
+from metapeak.strategies.request import (
+    allocator_of,
+    gpu_of,
+    lifecycle_of,
+    model_spec,
+    model_strategies,
+    simulate_resolved,
+    step_spec,
+)
 from metapeak.tracer.simulation import Option, Simulation
 
 # Options that are applied to a recorded step.
@@ -61,7 +70,8 @@ class SharedTraces:
     def simulate(self, options: Mapping[str, Option]) -> Simulation:
         """As `simulate_resolved` for resolved options. Raises what it raises."""
         policy = parse_policy(options["checkpointing"].value)
-        if ":" in self.reference or parallel_strategies({name: option.value for name, option in options.items()}):
+        parallel = parallel_strategies({name: option.value for name, option in options.items()})
+        if parallel or ":" in self.reference or lifecycle_of(options) != Lifecycle():
             return self._alone(options)
         key = trace_key(options)
         if key != self._key:

@@ -117,7 +117,7 @@ def record_training_step(
     loop = loop or TrainingLoop()
     move_to_phantom(model)
     if distribute is not None:
-        model = _distributed(model, distribute)
+        model = distributed(model, distribute)
     batches = [batch_to_phantom(batch) for _ in range(loop.grad_accum)]
     recorder = Recorder(model, decouple_saves=decouple_saves, outermost=TrainingLoop.run.__code__)
     load_step(recorder, model, batches if loop.grad_accum > 1 else batches[0])
@@ -141,7 +141,7 @@ def step_errors(recorder: Recorder) -> Iterator[None]:
         raise TraceError(f"{type(error).__name__}: {error}", op=op, module=module, op_index=op_index) from error
 
 
-def _distributed(model: torch.nn.Module, distribute: Callable[[torch.nn.Module], torch.nn.Module]) -> torch.nn.Module:
+def distributed(model: torch.nn.Module, distribute: Callable[[torch.nn.Module], torch.nn.Module]) -> torch.nn.Module:
     """What trains, sharded. Raises InputError with torch's own reason where it refuses this model."""
     try:
         with unrecorded():
@@ -177,16 +177,16 @@ def load_step(recorder: Recorder, model: torch.nn.Module, batch: Any) -> None:
                 # Layers with packed weights name the buffers that hold them.
                 is_weight = key in getattr(module, "weight_storage", ())
                 recorder.load(buffer, prefix + key, Category.PARAMETER if is_weight else Category.BUFFER, module)
-    for name, value in _named_tensors(batch):
+    for name, value in named_tensors(batch):
         recorder.load(value, name, Category.INPUT)
 
 
-def _named_tensors(value: Any, name: str = "batch") -> Iterator[tuple[str, PhantomTensor]]:
+def named_tensors(value: Any, name: str = "batch") -> Iterator[tuple[str, PhantomTensor]]:
     if isinstance(value, PhantomTensor):
         yield name, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _named_tensors(item, f"{name}.{key}")
+            yield from named_tensors(item, f"{name}.{key}")
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _named_tensors(item, f"{name}.{index}")
+            yield from named_tensors(item, f"{name}.{index}")

@@ -103,6 +103,7 @@ class StepGraph:
     parameter it serves), `storage_value` (the first value on it).
     `whole`: storages of parameters that a sharded step keeps whole on every rank; `unsharded`: storages of gathered
     parameters and of gradients that are not reduced yet.
+    `host_bytes`: of arrays on the host that an evaluation makes of what it keeps.
     `output_dtypes`: what the model returned, by name, and `head`: its logits as the head made them.
     """
 
@@ -141,6 +142,7 @@ class StepGraph:
     output_dtypes: dict[str, str] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)
     unsharded: set[int] = field(default_factory=set)
+    host_bytes: int = 0
     saved: SavedTensors | None = None
 
     @property

@@ -140,7 +140,7 @@ def generation_batch(model: torch.nn.Module, task: str | None, sequences: int, t
 def _generate(recorder: Recorder, model, batch: Mapping[str, Any], decode_tokens: int, logits_rows: int, look):
     """(cache, rows of its storages after the prefill)."""
     takes = inspect.signature(model.forward).parameters
-    inputs = dict(batch) | {"use_cache": True} | _cache_arguments(model)
+    inputs = dict(batch) | {"use_cache": True} | cache_arguments(model)
     if "logits_to_keep" in takes:
         inputs["logits_to_keep"] = logits_rows
     with recorder.phase(Phase.FORWARD, 1):
@@ -158,7 +158,7 @@ def _generate(recorder: Recorder, model, batch: Mapping[str, Any], decode_tokens
     return cache, rows
 
 
-def _cache_arguments(model) -> dict[str, Any]:
+def cache_arguments(model) -> dict[str, Any]:
     """See Note [What generate does]."""
     from transformers import DynamicCache, EncoderDecoderCache
 

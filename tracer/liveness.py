@@ -39,6 +39,9 @@ class Phase(enum.IntEnum):
     FORWARD = 1
     BACKWARD = 2
     OPTIMIZER = 3
+    EVALUATION = 4
+    GENERATION = 5
+    SAVE = 6
 
     @property
     def label(self) -> str:
@@ -227,8 +230,13 @@ class Liveness:
         ]
 
     def steady_bytes(self) -> int:
-        """Traced bytes between steps: what is left after the last operation's garbage is freed."""
-        return self._bytes_before(self.num_ops)
+        """Traced bytes between steps: what is left after the last training step's garbage is freed."""
+        return self._bytes_before(self.training_ops)
+
+    @property
+    def training_ops(self) -> int:
+        """Operations of loading and training; what comes after them is evaluation, generation and saving."""
+        return int(np.searchsorted(self.op_phase > Phase.OPTIMIZER, True))
 
     def _bytes_before(self, index: int) -> int:
         """Traced bytes alive after operation index - 1 and its frees, before operation `index` allocates."""

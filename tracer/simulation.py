@@ -62,6 +62,8 @@ class RankResult:
     """One distinct rank: how many ranks are like it, its coordinates in the layout, its liveness, the settings of its
     caching allocator, and what its process takes of the GPU beside the allocator's segments. `not_shared`: requested
     bytes that more data-parallel ranks would not make less, by what they are, when they are most (several GPUs only).
+    `host`: bytes of the host by phase (`host_bytes`, `pinned_bytes` of them pinned, `why`). `load_peak_bytes`: most
+    bytes on the device while weights come (0: not known).
     """
 
     rank: int
@@ -71,6 +73,8 @@ class RankResult:
     allocator: AllocatorConfig = DEFAULT_CONFIG
     overheads: Overheads = field(default_factory=Overheads)
     not_shared: Mapping[str, int] = field(default_factory=dict)
+    host: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    load_peak_bytes: int = 0
 
     @functools.cached_property
     def reservation(self) -> AllocatorResult:
@@ -125,7 +129,12 @@ class RankResult:
 
     @property
     def phases(self) -> list[PhasePeak]:
-        return self.liveness.phases()
+        """Traced bytes by phase; that of loading counts what weights need beside them while they come."""
+        phases = self.liveness.phases()
+        return [
+            replace(phase, peak_bytes=max(phase.peak_bytes, self.load_peak_bytes)) if phase.phase == "load" else phase
+            for phase in phases
+        ]
 
     @property
     def steady_bytes(self) -> int:

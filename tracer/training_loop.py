@@ -84,7 +84,7 @@ class TrainingLoop:
             scaler = torch.amp.GradScaler(DEVICE_NAME, enabled=self.grad_scaler)
             around.enter_context(_noting_outputs(recorder, model))
             if self.autocast is not None and self.autocast_region == "forward":
-                around.enter_context(_autocast_forward(model, self.autocast))
+                around.enter_context(autocast_forward(model, self.autocast))
             for iteration in range(1, iterations + 1):
                 for batch, synced in self._micro_batches(model, batches):
                     synced(model)
@@ -243,7 +243,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 
 @contextlib.contextmanager
-def _autocast_forward(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def autocast_forward(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """`model.forward` inside an autocast region, its outputs then in float32; as Accelerator.prepare_model wraps it."""
     from accelerate.utils.operations import convert_outputs_to_fp32
 

@@ -9,12 +9,27 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from metapeak.reports.files import check_all_writable, write_whole
 
+if TYPE_CHECKING:
+    from metapeak.tracer.simulation import Verdict
+
 # Exit codes of the contract.
 DONE, BAD_INPUT, WRONG_USAGE, DOES_NOT_FIT, BORDERLINE, INTERRUPTED = 0, 1, 2, 3, 4, 130
+
+
+def exit_code(verdict: Verdict) -> int:
+    """The exit code of a verdict, where a fit is required."""
+    return {"fits": DONE, "borderline": BORDERLINE, "does-not-fit": DOES_NOT_FIT}[verdict.value]
+
+
+def add_require_fit(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add --require-fit, which `exit_code` answers."""
+    group.add_argument(
+        "--require-fit", action="store_true", help="exit with 3 if it does not fit, 4 if it is borderline"
+    )
 
 
 def quiet_transformers() -> None:

@@ -36,10 +36,12 @@ class Checkpointing:
         from metapeak.reports.progress import Progress
         from metapeak.strategies.checkpoint_policies import Nothing, parse_policy
         from metapeak.strategies.checkpoint_study import study_checkpointing, verify
+        from metapeak.strategies.lifecycle import Lifecycle
         from metapeak.strategies.parallel.ranks import layout_of
         from metapeak.strategies.request import (
             allocator_of,
             gpu_of,
+            lifecycle_of,
             memory_of,
             model_spec,
             model_strategies,
@@ -61,6 +63,11 @@ class Checkpointing:
             raise InputError(
                 "checkpointing compares policies on one GPU, and this step runs on several. Leave engine and degrees "
                 "out, or estimate one policy: metapeak estimate MODEL --checkpointing POLICY."
+            )
+        if lifecycle_of(options) != Lifecycle():
+            raise InputError(
+                "checkpointing compares training steps: leave out evaluation, generation, save and load, or estimate "
+                "one policy with them."
             )
         with Progress() as progress:
             study = study_checkpointing(

@@ -6,12 +6,12 @@ import argparse
 from dataclasses import replace
 
 from metapeak.reports.commands.base import (
-    BORDERLINE,
-    DOES_NOT_FIT,
     DONE,
     add_cache,
     add_model,
+    add_require_fit,
     add_suggestions,
+    exit_code,
     make_console,
     open_cache,
     quiet_transformers,
@@ -42,9 +42,7 @@ class Estimate:
         add_cache(output)
         add_sweep(parser)
         add_lengths(parser)
-        output.add_argument(
-            "--require-fit", action="store_true", help="exit with 3 if it does not fit, 4 if it is borderline"
-        )
+        add_require_fit(output)
 
     def run(self, arguments: argparse.Namespace) -> int:
         from metapeak.reports.options import resolve_options
@@ -52,7 +50,6 @@ class Estimate:
         from metapeak.reports.progress import Progress
         from metapeak.strategies.cached import answer
         from metapeak.strategies.request import gpu_of
-        from metapeak.tracer.simulation import Verdict
 
         quiet_transformers()
         if arguments.seq_lens is not None:
@@ -86,9 +83,7 @@ class Estimate:
             from metapeak.reports.summary import print_summary
 
             print_summary(simulation, make_console(), chart=arguments.chart)
-        if arguments.require_fit and simulation.fit.verdict is not Verdict.FITS:
-            return BORDERLINE if simulation.fit.verdict is Verdict.BORDERLINE else DOES_NOT_FIT
-        return DONE
+        return exit_code(simulation.fit.verdict) if arguments.require_fit else DONE
 
 
 def _wants_suggestions(arguments: argparse.Namespace) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 from metapeak.reports.commands.base import (
-    BORDERLINE,
-    DOES_NOT_FIT,
     DONE,
     add_json,
+    add_require_fit,
     check_targets,
+    exit_code,
     put_result,
     quiet_transformers,
 )
@@ -29,16 +29,13 @@ class Serve:
         add_to_parser(parser, SERVING_SETTINGS)
         output = parser.add_argument_group("output")
         add_json(output)
-        output.add_argument(
-            "--require-fit", action="store_true", help="exit with 3 if it does not fit, 4 if it is borderline"
-        )
+        add_require_fit(output)
 
     def run(self, arguments: argparse.Namespace) -> int:
         from metapeak.reports.options import resolve_options
         from metapeak.reports.progress import Progress
         from metapeak.reports.serving import print_serving, serving_record
         from metapeak.strategies.serving.settings import SERVING_SETTINGS, serve_resolved
-        from metapeak.tracer.simulation import Verdict
 
         quiet_transformers()
         options = resolve_options(arguments, SERVING_SETTINGS)
@@ -50,9 +47,7 @@ class Serve:
         put_result(
             arguments, targets, lambda: serving_record(serving, options), lambda out: print_serving(serving, out)
         )
-        if arguments.require_fit and serving.fit.verdict is not Verdict.FITS:
-            return BORDERLINE if serving.fit.verdict is Verdict.BORDERLINE else DOES_NOT_FIT
-        return DONE
+        return exit_code(serving.fit.verdict) if arguments.require_fit else DONE
 
 
 def _compare(arguments: argparse.Namespace, options, targets) -> int:
@@ -69,5 +64,5 @@ def _compare(arguments: argparse.Namespace, options, targets) -> int:
         lambda: comparison_record(candidates, options),
         lambda out: print_comparison(candidates, out),
     )
-    fits = [candidate for candidate in candidates if candidate.fits]
-    return DOES_NOT_FIT if arguments.require_fit and not fits else DONE
+    best = next(candidate.serving for candidate in candidates if candidate.serving is not None)  # they are in order
+    return exit_code(best.fit.verdict) if arguments.require_fit else DONE

@@ -74,7 +74,7 @@ class Engine:
     runs in kernels that never write the score matrix. `own_layers`: whether it has model classes of its own, with
     projections merged, the vocabulary padded and rotary tables computed beforehand, and prints weights as the caching
     allocator counts them (see weights.py). `samples`: whether the profile run samples. `batches`:
-    whether sequences join a running batch.
+    whether sequences join a running batch. `reads`: settings that only some engines have and this one reads.
     """
 
     name: str
@@ -88,6 +88,7 @@ class Engine:
     samples: bool = True
     own_layers: bool = False
     batches: bool = True
+    reads: tuple[str, ...] = ()
 
     def settings(self, request: Request, gpu: Gpu) -> EngineSettings:
         raise NotImplementedError

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from metapeak.strategies.serving.checks import check_spec, longest_of, max_model_len_of
 from metapeak.strategies.serving.engines import (
     Budget,
     Engine,
@@ -21,13 +22,19 @@ from metapeak.strategies.serving.engines import (
     Request,
     find_engine,
     parse_version,
-    total_of,
 )
-from metapeak.strategies.serving.formats import KV_DTYPES, check_fp8, check_quantization
+from metapeak.strategies.serving.formats import KV_DTYPES
+from metapeak.strategies.serving.room import (
+    ServingRank,
+    fit_of,
+    longest_context_of,
+    ranks_of,
+    tokens_of,
+    traffic_of,
+)
 from metapeak.strategies.serving.served_model import SHORT_DTYPES, build_served, quantise
-from metapeak.strategies.serving.speed import BANDWIDTH_REACHED, FLOPS_REACHED, Cost, Speed, Traffic, costs_of, speed_of
-from metapeak.tracer.device.overheads import Overhead
-from metapeak.tracer.errors import InputError, UnknownName
+from metapeak.strategies.serving.speed import BANDWIDTH_REACHED, FLOPS_REACHED, Cost, Speed, costs_of, speed_of
+from metapeak.tracer.errors import InputError
 from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.kv_cache import PROBE_TOKENS, CacheLayout
 from metapeak.tracer.simulation import Fit, How, ModelSummary, Verdict
@@ -51,7 +58,7 @@ class ServingSpec:
     pp: int = 1
     quantization: str | None = None
     double_quant: bool = False
-    group_size: int = 128
+    group_size: int | None = None
     kv_dtype: str | None = None
     max_model_len: int | None = None
     context: int | None = None
@@ -62,25 +69,6 @@ class ServingSpec:
     block_size: int | None = None
     memory_fraction: float | None = None
     cuda_graphs: bool = True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServingRank:
-    """A rank of a stage: its place, weights, cache layout and what is left for the cache, all in bytes.
-
-    `weights_bytes` is what the engine prints (blocks of the caching allocator for those with layers of their own),
-    `weights_requested_bytes` the sum of the storages. `kv_cache_range` is what the ranges of the charges leave:
-    (least, most).
-    """
-
-    rank: int
-    stage: int
-    weights_bytes: int
-    weights_requested_bytes: int
-    layout: CacheLayout
-    charges: tuple[Overhead, ...]
-    kv_cache_bytes: int
-    kv_cache_range: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,8 +134,8 @@ def serve(
     built, notes = build_served(resolved, model, engine, gpu)
     module = built.module
     check_generates(module, resolved.id)
-    longest = _longest(module)
-    max_model_len = _max_model_len(spec.max_model_len, longest, resolved.id)
+    longest = longest_of(module)
+    max_model_len = max_model_len_of(spec.max_model_len, longest, resolved.id)
     request = Request(
         max_model_len=max_model_len,
         tp=spec.tp,
@@ -189,15 +177,15 @@ def serve(
     seconds["trace"] = time.perf_counter() - started
 
     budget = engine.budget(request, settings, gpu)
-    ranks = _ranks(module, weights, layout, engine, spec, settings, budget, activation, notes)
+    ranks = ranks_of(module, weights, layout, engine, spec, settings, budget, activation, notes)
     worst = min(ranks, key=lambda rank: rank.kv_cache_bytes / max(rank.layout.bytes_per_token, 1))
     sequence = engine.sequence_bytes(worst.layout, context, encoder, settings)
-    fit = _fit(gpu, worst, sequence, spec.concurrency)
+    fit = fit_of(gpu, worst, sequence, spec.concurrency)
     room = min(max(0, worst.kv_cache_bytes // sequence), settings.max_seqs) if sequence else settings.max_seqs
     num_ranks = spec.tp * spec.pp
     speed = speed_of(
         gpu,
-        _traffic(module, weights, worst, flops, num_ranks),
+        traffic_of(module, weights, worst, flops, num_ranks),
         sequence_bytes=sequence,
         batch=room if engine.batches else spec.concurrency,
         ranks=num_ranks,
@@ -224,10 +212,10 @@ def serve(
         encoder_tokens=encoder,
         prefill_activation_bytes=activation,
         sequence_bytes=sequence,
-        kv_tokens=_tokens(engine, worst, settings, context, encoder),
+        kv_tokens=tokens_of(engine, worst, settings, context, encoder),
         max_concurrent_sequences=max(0, worst.kv_cache_bytes // sequence) if sequence else 0,
         concurrency_at_context=max(0.0, worst.kv_cache_bytes / sequence) if sequence else 0.0,
-        longest_context=_longest_context(engine, worst, settings, max_model_len, encoder),
+        longest_context=longest_context_of(engine, worst, settings, max_model_len, encoder),
         fit=fit,
         speed=speed if fit.verdict is not Verdict.DOES_NOT_FIT else None,
         costs=tuple(costs_of(gpu, speed, num_ranks)) if speed and fit.verdict is not Verdict.DOES_NOT_FIT else (),
@@ -239,66 +227,6 @@ def serve(
             not_modelled=(),
         ),
     )
-
-
-# -- what cannot be asked ----------------------------------------------------------------------------------------------
-
-
-def check_spec(spec: ServingSpec, engine: Engine, gpu: Gpu) -> None:
-    """Raise InputError or UnknownName for what this engine or GPU cannot do, before anything is imported."""
-    counts = (
-        "tp",
-        "pp",
-        "max_model_len",
-        "context",
-        "concurrency",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "block_size",
-    )
-    for name in (*counts, "encoder_tokens"):
-        value = getattr(spec, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 1 << 24):
-            raise InputError(f"{name} is {value!r}, but has to be a whole number from 1 to {1 << 24}.")
-    if spec.memory_fraction is not None and not 0 < spec.memory_fraction <= 1:
-        raise InputError(f"memory fraction is {spec.memory_fraction}, but has to be above 0 and at most 1.")
-    parse_version(spec.engine_version)
-    check_quantization(spec.quantization, engine.quantizations, engine.name, gpu)
-    if spec.kv_dtype is not None and spec.kv_dtype not in KV_DTYPES:
-        raise UnknownName("dtype of keys and values", spec.kv_dtype, KV_DTYPES)
-    if spec.kv_dtype is not None and spec.kv_dtype not in engine.kv_dtypes:
-        raise InputError(
-            f"{engine.name} keeps no keys and values in {spec.kv_dtype}; it has {', '.join(engine.kv_dtypes)}."
-        )
-    if spec.kv_dtype == "fp8":
-        check_fp8(gpu, "keys and values in fp8 are read by fp8 kernels")
-    if not engine.parallel and spec.tp * spec.pp > 1:
-        raise InputError(
-            f"{engine.name}: tp {spec.tp} and pp {spec.pp} are not modelled; it splits by layers and rows."
-        )
-
-
-def _max_model_len(asked: int | None, longest: tuple[int | None, str], name: str) -> int:
-    most, where = longest
-    if asked is None:
-        if most is None:
-            raise InputError(f"{name} names no longest sequence. Give --max-model-len.")
-        return most
-    if most is not None and asked > most:
-        raise InputError(
-            f"Asked for max_model_len {asked}, but {name} has {most} positions ({where}). Give at most {most}, or a "
-            "config with longer ones (rope scaling)."
-        )
-    return asked
-
-
-def _longest(module: Any) -> tuple[int | None, str]:
-    from metapeak.tracer.sequences import most_positions, trained_length
-
-    most = most_positions(module)
-    if most is not None:
-        return most, "its table of positions"
-    return trained_length(module.config), "max_position_embeddings of the config"
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -329,6 +257,11 @@ def _batches(module: Any, resolved: Any) -> Callable[[int, int], Mapping[str, An
 def _encoder_tokens(module: Any, layout: CacheLayout, spec: ServingSpec, max_model_len: int) -> tuple[int, list[str]]:
     """(positions of the encoder whose keys and values a sequence keeps, what to say of a default)."""
     if not layout.cross_bytes_per_token:
+        if spec.encoder_tokens is not None:
+            raise InputError(
+                f"encoder_tokens: {type(module).__name__} keeps nothing of an encoder. Leave it out; --context is the "
+                "length of a sequence."
+            )
         return 0, []
     if spec.encoder_tokens is not None:
         return spec.encoder_tokens, []
@@ -416,133 +349,3 @@ def _layout_notes(layout: CacheLayout) -> list[str]:
     if layout.state_bytes:
         notes.append("states of convolutions and recurrences have the dtype that transformers gives them")
     return notes
-
-
-# -- the budget --------------------------------------------------------------------------------------------------------
-
-
-def _ranks(module, weights, layout, engine, spec, settings, budget, activation, notes) -> tuple[ServingRank, ...]:
-    from metapeak.strategies.serving.weights import (
-        allocated_bytes,
-        padded_vocabulary_bytes,
-        plan_of,
-        rank_sizes,
-        rotary_tables,
-        stages_of,
-    )
-
-    num_blocks = module.config.get_text_config(decoder=True).num_hidden_layers
-    heads = max((layer.heads for layer in layout.layers), default=1)
-    _check_degrees(spec, module.config.get_text_config(decoder=True), heads, num_blocks)
-    plan, said = plan_of(module, weights) if spec.tp > 1 else ({}, None)
-    if said:
-        notes.append(said)
-    added = []
-    if engine.own_layers:
-        added = [("vocabulary padding", -(-padded_vocabulary_bytes(module) // spec.tp))]
-        added += [("rotary table", rows * size * module.dtype.itemsize) for rows, size in rotary_tables(module)]
-    stages = stages_of(num_blocks, spec.pp)
-    low, expected, high = total_of(budget.charges)
-    found = []
-    for stage, blocks in enumerate(stages):
-        sizes = rank_sizes(weights, plan, tp=spec.tp, stage=stage, stages=stages, kv_heads=heads) + added
-        requested = sum(size for _, size in sizes)
-        nbytes = allocated_bytes(sizes) if engine.own_layers else requested
-        left = [
-            _left(budget, nbytes, activation if budget.charges_activations else 0, charged, settings, layout)
-            for charged in (high, expected, low)
-        ]
-        found.append(
-            ServingRank(
-                rank=stage * spec.tp,
-                stage=stage,
-                weights_bytes=nbytes,
-                weights_requested_bytes=requested,
-                layout=layout.on_ranks(spec.tp, None if spec.pp == 1 else blocks),
-                charges=budget.charges,
-                kv_cache_bytes=left[1],
-                kv_cache_range=(left[0], left[2]),
-            )
-        )
-    return tuple(found)
-
-
-def _left(
-    budget: Budget, weights: int, activation: int, charged: int, settings: EngineSettings, layout: CacheLayout
-) -> int:
-    rest = budget.limit_bytes - weights - activation - charged
-    if budget.share == 1.0:
-        return rest
-    own = layout.bytes_per_token * settings.batched_tokens  # the warm-up prefill's own blocks
-    return int((rest - own) * budget.share) + own
-
-
-def _check_degrees(spec: ServingSpec, config: Any, heads: int, num_blocks: int) -> None:
-    queries = getattr(config, "num_attention_heads", None)
-    if queries and queries % spec.tp:
-        raise InputError(
-            f"tp {spec.tp}: {queries} attention heads do not divide over {spec.tp} ranks (heads % tp == 0)."
-        )
-    if heads > 1 and heads % spec.tp and spec.tp % heads:
-        raise InputError(
-            f"tp {spec.tp}: {heads} heads of keys and values neither divide over the ranks nor repeat evenly "
-            "(heads % tp == 0 or tp % heads == 0)."
-        )
-    if spec.pp > num_blocks:
-        raise InputError(f"pp {spec.pp}: the model has {num_blocks} blocks only (pp <= blocks).")
-
-
-def _traffic(module: Any, weights: list, rank: ServingRank, flops: float, ranks: int) -> Traffic:
-    """What a decoded token reads on a rank: embeddings by rows (nothing), experts by the batch's routing."""
-    total = sum(weight.nbytes for weight in weights) or 1
-    head = module.get_output_embeddings()
-    table = module.get_input_embeddings()
-    tied = head is not None and getattr(head, "weight", None) is getattr(table, "weight", table)
-    rows = 0 if tied else sum(weight.nbytes for weight in weights if weight.kind == "embedding")
-    experts = sum(weight.nbytes for weight in weights if ".experts" in f".{weight.module}")
-    config = module.config.get_text_config(decoder=True)
-    names = (
-        ("num_experts", "num_local_experts", "n_routed_experts"),
-        ("num_experts_per_tok", "moe_topk", "top_k_experts"),
-    )
-    count, active = (next((getattr(config, n) for n in group if getattr(config, n, None)), 1) for group in names)
-    share = rank.weights_requested_bytes / total
-    return Traffic(
-        always_bytes=round((total - rows - experts) * share),
-        expert_bytes=round(experts * share),
-        experts=count,
-        active=min(active, count),
-        prefill_flops=flops,
-    )
-
-
-def _tokens(engine: Engine, rank: ServingRank, settings: EngineSettings, context: int, encoder: int) -> int:
-    """Tokens that the cache holds: whole blocks where every layer keeps every token, else sequences x context."""
-    layout = rank.layout
-    if rank.kv_cache_bytes <= 0:
-        return 0
-    if layout.bytes_per_token and not layout.windows and not layout.state_bytes and not layout.cross_bytes_per_token:
-        return rank.kv_cache_bytes // (layout.bytes_per_token * settings.block_size) * settings.block_size
-    sequence = engine.sequence_bytes(layout, context, encoder, settings)
-    return int(rank.kv_cache_bytes / sequence * context) if sequence else 0
-
-
-def _longest_context(engine: Engine, rank: ServingRank, settings: EngineSettings, most: int, encoder: int) -> int:
-    """The longest single sequence that the cache holds, at most `most`; 0 where none fits."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if engine.sequence_bytes(rank.layout, middle, encoder, settings) <= rank.kv_cache_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _fit(gpu: Gpu, rank: ServingRank, sequence: int, concurrency: int) -> Fit:
-    """Fits: the asked sequences have room even at the ranges' worst end; borderline: only at the best."""
-    need = sequence * concurrency
-    least, most = rank.kv_cache_range
-    verdict = Verdict.FITS if least >= need else Verdict.BORDERLINE if most >= need else Verdict.DOES_NOT_FIT
-    used = tuple(gpu.usable_bytes - left + need for left in (most, least))
-    return Fit(gpu=gpu, verdict=verdict, headroom_bytes=rank.kv_cache_bytes - need, device_range=used)

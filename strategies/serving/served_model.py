@@ -17,7 +17,7 @@ from typing import Any
 from metapeak.strategies.attention import attention_of
 from metapeak.strategies.quantization.from_config import checkpoint_quantization
 from metapeak.strategies.quantization.schemes import SCHEMES
-from metapeak.strategies.quantization.strategy import Quantization
+from metapeak.strategies.quantization.strategy import DEFAULT_GROUP_SIZE, Quantization
 from metapeak.strategies.serving.engines import Engine
 from metapeak.strategies.serving.formats import BF16_CAPABILITY, check_quantization
 from metapeak.tracer.errors import InputError
@@ -78,7 +78,9 @@ def quantise(module: Any, resolved: Any, spec: Any, engine: Engine, gpu: Gpu) ->
     own = checkpoint_quantization(resolved.config_dict)
     method = ((resolved.config_dict or {}).get("quantization_config") or {}).get("quant_method")
     if spec.quantization in SCHEMES:
-        strategy = Quantization(scheme=spec.quantization, double_quant=spec.double_quant, group_size=spec.group_size)
+        strategy = Quantization(
+            scheme=spec.quantization, double_quant=spec.double_quant, group_size=spec.group_size or DEFAULT_GROUP_SIZE
+        )
         strategy.check(resolved, None)
         return strategy.prepare(module), spec.quantization, list(strategy.notes(module))
     if spec.quantization is not None:

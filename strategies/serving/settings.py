@@ -60,7 +60,7 @@ def serving_spec(options: Mapping[str, Option]) -> ServingSpec:
         **{name: value[name] for name in same},
         quantization=None if value["quantization"] == "none" else value["quantization"],
         double_quant=bool(value["double_quant"]),
-        group_size=128 if value["group_size"] is None else value["group_size"],
+        group_size=value["group_size"],
         memory_fraction=value["gpu_memory_utilization"],
         cuda_graphs=not value["enforce_eager"],
     )

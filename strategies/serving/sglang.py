@@ -70,4 +70,5 @@ SGLANG = Sglang(
     quantizations=("nf4", "gptq4", "gptq8", "awq4", "fp8"),
     kv_dtypes=("bf16", "fp16", "fp32", "fp8"),
     own_layers=True,
+    reads=("max_num_seqs", "block_size", "memory_fraction"),
 )

@@ -51,4 +51,5 @@ TGI = Tgi(
     name="tgi",
     quantizations=("nf4", "fp4", "int8", "gptq4", "awq4", "fp8"),
     kv_dtypes=("bf16", "fp16", "fp8"),
+    reads=("max_num_seqs", "block_size", "memory_fraction"),
 )

@@ -154,4 +154,5 @@ VLLM = Vllm(
     quantizations=("nf4", "int8", "gptq4", "gptq8", "awq4", "fp8"),
     kv_dtypes=("bf16", "fp16", "fp32", "fp8"),
     own_layers=True,
+    reads=("engine_version", "max_num_seqs", "block_size", "memory_fraction", "cuda_graphs"),
 )

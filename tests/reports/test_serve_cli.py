@@ -85,8 +85,23 @@ def test_require_fit(memory, code):
         ((GPT2, "--gpu", "l4", "--pp", "13", "--engine", "vllm"), "12 blocks"),
         ((GPT2, "--gpu", "l4", "--engine", "llama.cpp", "--tp", "2"), "not modelled"),
         ((GPT2, "--gpu", "l4", "--engine", "ollama"), "Unknown engine"),
-        ((GPT2, "--gpu", "l4", "--engine-version", "latest"), "none such as 0.10.2"),
+        ((GPT2, "--gpu", "l4", "--engine", "vllm", "--engine-version", "latest"), "none such as 0.10.2"),
         ((GPT2, "--gpu", "l4", "--gpu-memory-utilization", "1.5"), "at most 1"),
+        (
+            (GPT2, "--gpu", "l4", "--engine-version", "0.10.2"),
+            "transformers reads no --engine-version. It is read by vllm",
+        ),
+        (
+            (GPT2, "--gpu", "l4", "--gpu-memory-utilization", "0.5"),
+            "it takes what it needs. It is read by vllm, sglang, tgi",
+        ),
+        ((GPT2, "--gpu", "l4", "--engine", "llama.cpp", "--max-num-seqs", "4"), "-np is --concurrency"),
+        ((GPT2, "--gpu", "l4", "--engine", "llama.cpp", "--block-size", "16"), "llama.cpp reads no --block-size"),
+        ((GPT2, "--gpu", "l4", "--engine", "sglang", "--enforce-eager"), "sglang reads no --enforce-eager"),
+        ((GPT2, "--gpu", "l4", "--engine", "tgi", "--pp", "2"), "tensors only"),
+        ((GPT2, "--gpu", "l4", "--double-quant"), "double_quant belongs to quantization nf4, fp4"),
+        ((GPT2, "--gpu", "l4", "--quantization", "nf4", "--group-size", "64"), "belongs to quantization gptq4"),
+        ((GPT2, "--gpu", "l4", "--encoder-tokens", "10"), "keeps nothing of an encoder"),
         ((GPT2, "--gpu", "l4", "--concurrency", "0"), "whole number from 1"),
         (("Qwen/Qwen3-8B", "--gpu", "t4", "--engine", "vllm"), "--weights-dtype fp16"),
     ],
@@ -113,6 +128,14 @@ def test_several_gpus_come_cheapest_that_fits_first(capsys):
     assert [one["gpu"] for one in record["candidates"]] == ["t4", "l4", "h100-sxm", "rtx-4090"]
     assert record["cheapest_that_fits"] == "t4"
     assert record["candidates"][3]["price_hour"] is None
+
+
+@pytest.mark.parametrize(("share", "code"), [(0.5, DONE), (0.999, BORDERLINE), (1.5, DOES_NOT_FIT)])
+def test_require_fit_of_several_gpus_is_that_of_the_best(capsys, share, code):
+    how = ("--engine", "vllm", "--context", "128")
+    room = record_of(capsys, GPT2, "--gpu", "l4", *how)
+    sequences = int(share * room["kv_cache_range"]["high"] / room["kv_bytes_per_sequence"])
+    assert run(GPT2, "--gpu", "t4,l4", *how, "--concurrency", str(sequences), "--require-fit") == code
 
 
 def test_a_gpu_that_cannot_is_named_with_the_reason(capsys):

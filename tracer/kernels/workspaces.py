@@ -60,13 +60,17 @@ class KernelWorkspaces:
         A workspace is alive during its operation only: it is allocated after the results and freed when the operation
         returns. What is run again has it again.
         """
+        return with_cublas_workspaces(self.inside_kernels(liveness), self.device.compute_capability)
+
+    def inside_kernels(self, liveness: Liveness) -> Liveness:
+        """The liveness with these workspaces only: where a handle of cuBLAS has its own already."""
         has_any = np.isin(liveness.op_node, np.fromiter(self.blocks, dtype=np.int64, count=len(self.blocks)))
         births, sizes = [], []
         for position in np.flatnonzero(has_any).tolist():
             for nbytes in self.blocks[int(liveness.op_node[position])]:
                 births.append(position)
                 sizes.append(nbytes)
-        with_kernels = liveness.with_storages(
+        return liveness.with_storages(
             birth=births,
             death=[position + 1 for position in births],
             nbytes=sizes,
@@ -75,7 +79,6 @@ class KernelWorkspaces:
             shapes=[(nbytes,) for nbytes in sizes],
             dtype="uint8",
         )
-        return with_cublas_workspaces(with_kernels, self.device.compute_capability)
 
     def not_modelled(self) -> tuple[str, ...]:
         """Sentences on what this step's kernels may take that is not counted."""
