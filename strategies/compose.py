@@ -15,7 +15,14 @@ from metapeak.strategies.master_weights import with_master_weights
 from metapeak.strategies.optimizers import OptimizerMaker, check_optimizer, optimizer_maker
 from metapeak.strategies.packages import for_package, optimised_only
 from metapeak.strategies.parallel.checkpoints import with_real_checkpoints
-from metapeak.strategies.parallel.ranks import distinct_ranks, distribution, layout_notes, layout_of, process_group_of
+from metapeak.strategies.parallel.ranks import (
+    distinct_ranks,
+    distribution,
+    engine_of,
+    layout_notes,
+    layout_of,
+    process_group_of,
+)
 from metapeak.strategies.parallel.tensor_parallel import sharded_and_whole_apart
 from metapeak.strategies.parallel.unshared import not_shared
 from metapeak.strategies.precision import check_precision, precision_notes, training_loop
@@ -138,7 +145,7 @@ def simulate(
         *first.notes,
         *answered,
         *rank_notes,
-        *layout_notes(layout, step),
+        *layout_notes(layout, step, strategies),
     ]
     for strategy, said in zip(strategies, notes):
         assumptions += [*strategy.assumptions(), *said, *strategy.remarks(graph)]
@@ -233,6 +240,7 @@ def _trace(prepared: _Prepared, step: StepSpec, strategies, layout, rank: int, p
             make,
             compute_loss=prepared.compute_loss,
             distribute=distribution(layout, strategies),
+            make_engine=engine_of(strategies),
             iterations=step.iterations,
             loop=prepared.loop,
             decouple_saves=any(strategy.needs_saves for strategy in strategies),
