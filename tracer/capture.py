@@ -121,24 +121,22 @@ def record_training_step(
     if distribute is not None:
         model = _distributed(model, distribute)
     batches = [batch_to_phantom(batch) for _ in range(loop.grad_accum)]
-    run = TrainingLoop.run if make_engine is None else TrainingLoop.run_engine
-    recorder = Recorder(model, decouple_saves=decouple_saves, outermost=run.__code__)
-    batch = batches if loop.grad_accum > 1 else batches[0]
-    if make_engine is None:
-        load_step(recorder, model, batch)
-        with step_errors(recorder), recorder.recording():
-            loop.run(recorder, model, batches, make_optimizer, compute_loss, iterations, progress)
-    else:
-        making = make_engine(model, make_optimizer, len(loop.batches_of_engine(batches)))
-        with _refusals("The engine cannot train this model"), unrecorded():
-            engine = making.__enter__()
-        try:
-            load_step(recorder, model, batch)
+    with contextlib.ExitStack() as held:
+        engine = None
+        if make_engine is not None:
+            count = len(loop.batches_of_engine(batches))
+            with _refusals("The engine cannot train this model"), unrecorded():
+                engine = held.enter_context(make_engine(model, make_optimizer, count))
+        run = TrainingLoop.run if engine is None else TrainingLoop.run_engine
+        recorder = Recorder(model, decouple_saves=decouple_saves, outermost=run.__code__)
+        load_step(recorder, model, batches if loop.grad_accum > 1 else batches[0])
+        if engine is not None:
             engine.load(recorder)
-            with step_errors(recorder), recorder.recording():
+        with step_errors(recorder), recorder.recording():
+            if engine is None:
+                loop.run(recorder, model, batches, make_optimizer, compute_loss, iterations, progress)
+            else:
                 loop.run_engine(recorder, engine, batches, compute_loss, iterations, progress)
-        finally:
-            making.__exit__(None, None, None)
     return recorder.finish(), dict(recorder.mode.assumptions)
 
 

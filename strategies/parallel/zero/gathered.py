@@ -15,32 +15,28 @@ if TYPE_CHECKING:
 def gathered_against_saved(graph: StepGraph, ranks: int) -> tuple[str, ...]:
     """A sentence with the bytes of gathered parameters and of buffers at the peak beside what sharding saved.
 
-    Stage 2 has all parameters whole and no buffers to gather into; so where the first two are more than the last,
-    stage 3 needs more than stage 2.
+    Stage 2 has the parameters whole: sharding them saves all of them but the rank's partition, and gathering gives that
+    back. A persistent parameter is both: partitioned, and gathered always.
     """
     liveness = graph.liveness()
     at = int(np.argmax(liveness.live_bytes()))
     alive = (liveness.birth <= at) & (at < liveness.death)
     loaded = liveness.op_phase[liveness.birth] == Phase.LOAD
     parameter = liveness.category == Category.PARAMETER
-    unsharded = np.zeros(len(liveness.category), dtype=bool)
-    unsharded[list(graph.unsharded)] = True
+    whole, unsharded = (np.isin(np.arange(len(parameter)), list(rows)) for rows in (graph.whole, graph.unsharded))
 
     def total(rows) -> int:
         return int(liveness.nbytes[rows].sum())
 
-    whole = np.zeros(len(liveness.category), dtype=bool)
-    whole[list(graph.whole)] = True
     saved = total(parameter & loaded & ~whole) * (ranks - 1)
-    gathered = total(parameter & unsharded & ~loaded & alive)
+    gathered = total(parameter & alive & (whole | (unsharded & ~loaded)))
     buffers = total((liveness.category == Category.COMMUNICATION) & alive)
-    most = "more" if gathered > saved else "less"
     return (
-        f"ZeRO-3 at the peak: {_gib(gathered)} of gathered parameters (in use, prefetched, kept for reuse), "
-        f"{_gib(buffers)} of buckets and gathers in flight; sharding parameters saves {_gib(saved)} against ZeRO-2, "
-        f"which is {'less' if most == 'more' else 'more'} than what is gathered",
+        f"ZeRO-3 at the peak: {_size(gathered)} of gathered parameters (in use, prefetched, kept for reuse, persistent) "
+        f"and {_size(buffers)} of buckets and gathers in flight; sharding parameters saves {_size(saved)} against "
+        f"ZeRO-2, so {'more' if gathered > saved else 'less'} is gathered than is saved",
     )
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.3f} GiB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.3f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.3f} MiB"

@@ -77,9 +77,14 @@ def with_zero_precision(options: Mapping[str, Option]) -> dict[str, Option]:
     return options
 
 
+def is_installed() -> bool:
+    """Whether DeepSpeed can be imported."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
 def deepspeed_strategy(layout: Layout, values: Mapping[str, Any]) -> DeepSpeed:
     """The strategy of the options. Raises InputError where DeepSpeed is not installed."""
-    if importlib.util.find_spec("deepspeed") is None:
+    if not is_installed():
         raise InputError(
             "engine deepspeed runs DeepSpeed itself, which is not installed: pip install 'metapeak[deepspeed]' (or "
             "DS_BUILD_OPS=0 pip install deepspeed). PyTorch's own sharding is --engine fsdp2 with --dp-shard."

@@ -151,13 +151,14 @@ class DeepSpeed(NoOpStrategy):
 
     def assumptions(self) -> tuple[str, ...]:
         said = [
-            f"DeepSpeed {VERSION} itself runs, ZeRO stage {self.stage}, one parameter group, initialised without "
-            "zero.Init; what its initialisation needs for a moment is not counted",
+            f"DeepSpeed {VERSION} itself runs, ZeRO stage {self.stage}, one parameter group; what its initialisation "
+            "needs for a moment is not counted, nor that its streams delay the reuse of freed buffers",
         ]
         if self.stage == 3:
             said.append(
                 "DeepSpeed keeps parameters gathered that are used again within stage3_max_reuse_distance and "
-                "prefetches ahead; FSDP2 (--engine fsdp2) gathers one block at a time and has no buckets, so its answer is another"
+                "prefetches ahead; FSDP2 (--engine fsdp2) gathers one block at a time and has no buckets, so its answer "
+                "is another"
             )
         return tuple(said)
 
