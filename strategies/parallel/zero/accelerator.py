@@ -148,6 +148,8 @@ def deepspeed_on_phantom(world_size: int, rank: int) -> Iterator[None]:
         mock.patch.object(deepspeed.runtime.zero.stage3, "defragment", _defragmented),
         _replaced("is_invalid_grad_norm", _never_invalid),
         _replaced("has_inf_or_nan", _never_infinite),
+        _replaced("clip_tensors_by_global_norm", _clipped_by_a_number),
+        _replaced("see_memory_usage", lambda function: lambda *arguments, **options: None),
     ):
         try:
             with warnings.catch_warnings():
@@ -197,6 +199,16 @@ def _never_infinite(function):
         return torch.zeros((), dtype=torch.bool, device=found.device)
 
     return has_inf_or_nan
+
+
+def _clipped_by_a_number(function):
+    """`clip_tensors_by_global_norm` with a norm that can be compared; it scales in place or not at all."""
+
+    def clip_tensors_by_global_norm(input_tensors, max_norm=1.0, global_norm=None, **options):
+        known = 1.0 if type(global_norm) is PhantomTensor else global_norm
+        return function(input_tensors, max_norm, known, **options)
+
+    return clip_tensors_by_global_norm
 
 
 def _defragmented(tensors: list[torch.Tensor]) -> torch.Tensor:

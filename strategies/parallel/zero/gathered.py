@@ -32,9 +32,9 @@ def gathered_against_saved(graph: StepGraph, ranks: int) -> tuple[str, ...]:
     gathered = total(parameter & alive & (whole | (unsharded & ~loaded)))
     buffers = total((liveness.category == Category.COMMUNICATION) & alive)
     return (
-        f"ZeRO-3 at the peak: {_size(gathered)} of gathered parameters (in use, prefetched, kept for reuse, persistent) "
-        f"and {_size(buffers)} of buckets and gathers in flight; sharding parameters saves {_size(saved)} against "
-        f"ZeRO-2, so {'more' if gathered > saved else 'less'} is gathered than is saved",
+        f"ZeRO-3 at the peak: {_size(gathered)} of gathered parameters (in use, prefetched, kept for reuse, "
+        f"persistent) and {_size(buffers)} of buckets and gathers in flight; sharding parameters saves {_size(saved)} "
+        f"against ZeRO-2, so {'more' if gathered > saved else 'less'} is gathered than is saved",
     )
 
 

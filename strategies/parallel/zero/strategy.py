@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from metapeak.strategies.base import NoOpStrategy
@@ -151,14 +152,13 @@ class DeepSpeed(NoOpStrategy):
 
     def assumptions(self) -> tuple[str, ...]:
         said = [
-            f"DeepSpeed {VERSION} itself runs, ZeRO stage {self.stage}, one parameter group; what its initialisation "
-            "needs for a moment is not counted, nor that its streams delay the reuse of freed buffers",
+            f"DeepSpeed {version('deepspeed')} itself runs, ZeRO stage {self.stage}, one parameter group; what its "
+            "initialisation needs for a moment is not counted, nor that its streams delay the reuse of freed buffers",
         ]
         if self.stage == 3:
             said.append(
                 "DeepSpeed keeps parameters gathered that are used again within stage3_max_reuse_distance and "
-                "prefetches ahead; FSDP2 (--engine fsdp2) gathers one block at a time and has no buckets, so its answer "
-                "is another"
+                "prefetches ahead; FSDP2 (--engine fsdp2) gathers block by block and has no buckets: another answer"
             )
         return tuple(said)
 
