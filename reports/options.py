@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from metapeak.strategies.parallel.zero.config_file import is_deepspeed_config, options_of_config
 from metapeak.strategies.settings import SETTINGS, Setting, options_of, resolve
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.simulation import Option
@@ -73,7 +74,9 @@ def add_to_parser(
         metavar = "NAME[,NAME]" if setting.parse else {int: "N", float: "X", str: "NAME"}[setting.kind]
         kind = _several_of(setting) if several else setting.kind
         group.add_argument(setting.flag, type=kind, default=None, metavar=metavar, help=text)
-    group.add_argument("--config", default=None, metavar="FILE", help="a YAML or JSON file of the same names")
+    group.add_argument(
+        "--config", default=None, metavar="FILE", help="a YAML or JSON file of the same names, or DeepSpeed's own"
+    )
 
 
 def _several_of(setting: Setting):
@@ -109,6 +112,8 @@ def given_options(
 
 def _from_file(path: str, settings: Sequence[Setting]) -> dict[str, Option]:
     values, lines = _read_mapping(path)
+    if is_deepspeed_config(values):
+        return options_of(options_of_config(values, path), path, settings=settings)
     options: dict[str, Option] = {}
     for key, value in values.items():
         options |= options_of({key: value}, f"{path}:{lines[key]}" if key in lines else path, settings=settings)

@@ -102,7 +102,7 @@ class StepGraph:
     Storage rows: `birth`, `death` (see liveness.py), `nbytes`, `category`, `owner` (module index: who made it, or whose
     parameter it serves), `storage_value` (the first value on it).
     `whole`: storages of parameters that a sharded step keeps whole on every rank; `unsharded`: storages of gathered
-    parameters and of gradients that are not reduced yet.
+    parameters and of gradients that are not reduced yet. `host_bytes`: the most that the program offloaded to the host.
     `output_dtypes`: what the model returned, by name, and `head`: its logits as the head made them.
     """
 
@@ -141,6 +141,7 @@ class StepGraph:
     output_dtypes: dict[str, str] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)
     unsharded: set[int] = field(default_factory=set)
+    host_bytes: int = 0
     saved: SavedTensors | None = None
 
     @property

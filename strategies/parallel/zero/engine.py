@@ -16,6 +16,7 @@ import torch
 import torch.distributed
 
 from metapeak.strategies.parallel.zero.accelerator import deepspeed, deepspeed_on_phantom
+from metapeak.tracer.host import host_memory_counted
 from metapeak.tracer.liveness import Category
 from metapeak.tracer.optimizer_states import mark_optimizer_states, optimizer_tensors, plain_tensors
 from metapeak.tracer.phantom import PhantomTensor
@@ -52,7 +53,7 @@ class DeepSpeedRank:
     def load(self, recorder: Any) -> None:
         self._recorder = recorder
         for name, parameter in self.module.named_parameters():
-            if hasattr(parameter, "ds_tensor"):
+            if type(getattr(parameter, "ds_tensor", None)) is PhantomTensor:  # not on the host
                 recorder.load(parameter.ds_tensor, f"{name} (partition)", Category.PARAMETER)
         for attribute, (name, category) in _HELD.items():
             for tensor in _tensors(getattr(self.optimizer, attribute, None)):
@@ -78,6 +79,9 @@ class DeepSpeedRank:
         if self._recorder is not None:
             for parameter in parameters:
                 self._recorder.mark_unsharded(parameter.data, Category.PARAMETER, parameter)
+
+    def note_host(self, nbytes: int) -> None:
+        self._recorder.graph.host_bytes = nbytes
 
     def _mark_gradient(self, parameter: torch.Tensor) -> None:
         if self._recorder is not None:
@@ -114,14 +118,20 @@ def _everything_else() -> list[PhantomTensor]:
 def deepspeed_rank(
     module: torch.nn.Module, make_optimizer: Callable[[list], Any] | None, config: Mapping[str, Any]
 ) -> Iterator[DeepSpeedRank]:
-    """The engine of this rank of the current process group; None for `make_optimizer` is DeepSpeed's FusedAdam."""
+    """The engine of this rank of the current process group.
+
+    None for `make_optimizer` is DeepSpeed's own Adam: FusedAdam, or DeepSpeedCPUAdam where it is offloaded.
+    """
     world_size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    with deepspeed_on_phantom(world_size, rank):
+    own = deepspeed.ops.adam.FusedAdam
+    if "offload_optimizer" in config["zero_optimization"]:
+        own = deepspeed.ops.adam.DeepSpeedCPUAdam
+    with host_memory_counted() as host, deepspeed_on_phantom(world_size, rank):
         trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        optimizer = deepspeed.ops.adam.FusedAdam(trainable) if make_optimizer is None else make_optimizer(trainable)
-        engine = DeepSpeedRank(module, optimizer, config)
+        engine = DeepSpeedRank(module, (make_optimizer or own)(trainable), config)
         with _gathers_watched(engine.gathered):
             yield engine
+            engine.note_host(host.peak)
 
 
 @contextlib.contextmanager

@@ -32,11 +32,12 @@ def gathered_against_saved(graph: StepGraph, ranks: int) -> tuple[str, ...]:
     gathered = total(parameter & alive & (whole | (unsharded & ~loaded)))
     buffers = total((liveness.category == Category.COMMUNICATION) & alive)
     return (
-        f"ZeRO-3 at the peak: {_size(gathered)} of gathered parameters (in use, prefetched, kept for reuse, "
-        f"persistent) and {_size(buffers)} of buckets and gathers in flight; sharding parameters saves {_size(saved)} "
-        f"against ZeRO-2, so {'more' if gathered > saved else 'less'} is gathered than is saved",
+        f"ZeRO-3 at the peak: {size_of(gathered)} of gathered parameters (in use, prefetched, kept for reuse, "
+        f"persistent) and {size_of(buffers)} of buckets and gathers in flight; sharding parameters saves "
+        f"{size_of(saved)} against ZeRO-2, so {'more' if gathered > saved else 'less'} is gathered than is saved",
     )
 
 
-def _size(nbytes: int) -> str:
+def size_of(nbytes: int) -> str:
+    """GiB, or MiB of little."""
     return f"{nbytes / 2**30:.3f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.3f} MiB"

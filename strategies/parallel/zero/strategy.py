@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from metapeak.strategies.base import NoOpStrategy
 from metapeak.strategies.parallel.layout import NO_LAYOUT, Layout
-from metapeak.strategies.parallel.zero.gathered import gathered_against_saved
+from metapeak.strategies.parallel.zero.gathered import gathered_against_saved, size_of
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.simulation import Option
 
@@ -107,7 +107,8 @@ class DeepSpeed(NoOpStrategy):
         if self._applies("overlap_comm"):
             found["overlap_comm"] = Option(value=str(self.stage == 3).lower(), origin=source)
         if self.fused_adam:
-            found["implementation"] = Option(value="fused", origin="DeepSpeed's FusedAdam")
+            name = "DeepSpeedCPUAdam" if self.offload_optimizer else "FusedAdam"
+            found["implementation"] = Option(value="fused", origin=f"DeepSpeed's {name}")
         return found
 
     def engine(
@@ -163,7 +164,10 @@ class DeepSpeed(NoOpStrategy):
         return tuple(said)
 
     def remarks(self, graph: StepGraph) -> tuple[str, ...]:
-        return gathered_against_saved(graph, self.layout.dp_shard) if self.stage == 3 else ()
+        said = gathered_against_saved(graph, self.layout.dp_shard) if self.stage == 3 else ()
+        if self.offload_optimizer or self.offload_param:
+            said += (f"the host holds up to {size_of(graph.host_bytes)} for every rank (offload), which no GPU needs",)
+        return said
 
 
 def _auto_sizes(zero: Mapping[str, Any], module: torch.nn.Module) -> list[tuple[str, int, str]]:

@@ -162,6 +162,26 @@ def test_frozen_parameters_are_partitioned_without_gradients_or_states(tiny):
     assert held(simulation)[Category.PARAMETER] == 2 * simulation.model.parameters // 4
 
 
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+def test_an_offloaded_optimizer_is_on_the_host(tiny, stage):
+    """float32 partition, its gradient and two moments; and what carries gradients over (stage 1 and 2: the largest
+    parameter in float32, temp_grad_buffer_for_gpu_offload; all: a partition of bf16 on its way back)."""
+    simulation = tiny(stage, dp_shard=4, offload_optimizer="cpu", **(BARE if stage == 3 else {}))
+    count = simulation.model.parameters
+    assert held(simulation)[Category.OPTIMIZER_STATE] == held(simulation)[Category.GRADIENT] == 0
+    partition = 4 * count // 4
+    assert 4 * partition <= simulation.graph.host_bytes <= 5 * partition
+    assert any(said.startswith("the host holds up to") for said in simulation.how.assumptions)
+
+
+def test_offloaded_parameters_leave_what_is_gathered(tiny):
+    both = {"offload_optimizer": "cpu", "offload_param": "cpu"}
+    here, there = tiny(3, dp_shard=4, offload_optimizer="cpu", **BARE), tiny(3, dp_shard=4, **both, **BARE)
+    partition = 2 * here.model.parameters // 4
+    assert held(here)[Category.PARAMETER] - held(there)[Category.PARAMETER] == partition
+    assert there.graph.host_bytes >= here.graph.host_bytes
+
+
 def test_checkpoints_gather_again(tiny):
     plain, checkpointed = tiny(3, dp_shard=4, **BARE), tiny(3, dp_shard=4, checkpointing="full", **BARE)
     gathers = [run.graph.op_names.index("c10d._allgather_base_.default") for run in (plain, checkpointed)]
