@@ -11,11 +11,12 @@ from metapeak.strategies.parallel.ddp import DDP
 from metapeak.strategies.parallel.fsdp1 import FSDP1
 from metapeak.strategies.parallel.fsdp2 import FSDP2
 from metapeak.strategies.parallel.layout import Layout
+from metapeak.strategies.parallel.megatron import Megatron
 from metapeak.strategies.parallel.tensor_parallel import TensorParallel
 from metapeak.strategies.parallel.zero.options import (
     check_zero_options,
     deepspeed_strategy,
-    with_zero_precision,
+    with_own_precision,
 )
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.simulation import Option
@@ -63,8 +64,8 @@ def with_parallel_precision(options: Mapping[str, Option]) -> dict[str, Option]:
     options = dict(options)
     engine = options["engine"].value
     given = [name for name in _FSDP_OPTIONS if options[name].value is not None]
-    if engine == "deepspeed":
-        given = [name for name in given if name != "param_dtype"]
+    own = {"deepspeed": ("param_dtype",), "megatron": ("param_dtype", "reduce_dtype")}.get(engine, ())
+    given = [name for name in given if name not in own]
     if given and engine not in SHARDED_ENGINES:
         raise InputError(f"{', '.join(given)} belongs to engines {' and '.join(SHARDED_ENGINES)}, not to {engine}.")
     if options["cpu_offload"].value:
@@ -86,8 +87,8 @@ def with_parallel_precision(options: Mapping[str, Option]) -> dict[str, Option]:
     check_zero_options(options)
     if engine in SHARDED_ENGINES:
         _mixed_precision(options)
-    elif engine == "deepspeed":
-        options = with_zero_precision(options)
+    elif engine in OWN_LOOP_ENGINES:
+        options = with_own_precision(options)
     return options
 
 
@@ -106,6 +107,9 @@ def parallel_strategies(values: Mapping[str, Any]) -> list[Strategy]:
         strategies.append(_fsdp(engine, layout, values))
     elif engine == "deepspeed":
         strategies.append(deepspeed_strategy(layout, values))
+    elif engine == "megatron":
+        dtypes = {name: _LONG.get(values[name]) for name in ("param_dtype", "reduce_dtype")}
+        strategies.append(Megatron(layout=layout, max_grad_norm=values["max_grad_norm"], **dtypes))
     return strategies
 
 
@@ -176,8 +180,6 @@ def _check_degrees(options: Mapping[str, Option]) -> None:
     for name, what in (("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
         if (values[name] or 1) > 1:
             raise InputError(f"{name} {values[name]}: {what} parallelism is not predicted yet.")
-    if engine == "megatron":
-        raise InputError("engine megatron is not predicted yet. Engines: none, ddp, fsdp1, fsdp2, deepspeed.")
     if engine in OWN_LOOP_ENGINES:
         _check_own_loop(engine, values)
     data = max(values["dp_shard"] or 1, values["dp_replicate"] or 1)

@@ -52,25 +52,28 @@ def check_zero_options(options: Mapping[str, Option]) -> None:
         raise InputError("offload_optimizer: stage 0 has no partitions; zero_stage 1, 2 or 3 has.")
 
 
-def with_zero_precision(options: Mapping[str, Option]) -> dict[str, Option]:
-    """`options` with what DeepSpeed makes of a mixed precision: the parameters are cast, and no region is there.
+def with_own_precision(options: Mapping[str, Option]) -> dict[str, Option]:
+    """`options` with what DeepSpeed and Megatron make of a mixed precision: the parameters are cast, without a region.
 
-    Source: deepspeed 0.19.8 runtime/engine.py, _configure_distributed_model. Raises InputError for options of a loop
-    that DeepSpeed replaces.
+    Sources: deepspeed 0.19.8 runtime/engine.py, _configure_distributed_model; Megatron-LM core/transformer/module.py,
+    Float16Module. Raises InputError for options of a loop that the engine replaces.
     """
-    options = dict(options)
+    options, engine = dict(options), options["engine"].value
     for name, why in (
         ("master_weights", "its partitions are float32 copies of the weights already"),
         ("state_dtype", "its states have the dtype of the float32 partitions"),
-        ("sync_each_batch", "stages 2 and 3 reduce after every micro-batch, 0 and 1 after the last"),
+        (
+            "sync_each_batch",
+            "it decides that itself (ZeRO 2 and 3 after every micro-batch, others after the last)",
+        ),
     ):
         if options[name].value and not options[name].origin.startswith("preset"):
-            raise InputError(f"{name} with engine deepspeed: {why}. Leave it out.")
+            raise InputError(f"{name} with engine {engine}: {why}. Leave it out.")
     if options["implementation"].value == "in-backward":
-        raise InputError("implementation in-backward with engine deepspeed: the engine steps after backward.")
+        raise InputError(f"implementation in-backward with engine {engine}: the engine steps after backward.")
     autocast = options["autocast"]
     if autocast.value is not None:
-        origin = f"{autocast.origin}; DeepSpeed casts the parameters (runtime/engine.py), there is no autocast"
+        origin = f"{autocast.origin}; the engine casts the parameters, there is no autocast"
         if options["param_dtype"].value is None:
             options["param_dtype"] = Option(value=autocast.value, origin=origin)
         options["autocast"] = Option(value=None, origin=origin)

@@ -6,6 +6,7 @@ from metapeak.strategies.parallel.ddp import DDP
 from metapeak.strategies.parallel.fsdp1 import FSDP1
 from metapeak.strategies.parallel.fsdp2 import FSDP2
 from metapeak.strategies.parallel.layout import Layout
+from metapeak.strategies.parallel.megatron import Megatron
 from metapeak.strategies.parallel.tensor_parallel import TensorParallel
 from metapeak.strategies.parallel.zero import options as zero_options
 from metapeak.strategies.parallel.zero.strategy import DeepSpeed
@@ -42,6 +43,7 @@ def refusal(**values):
         ({"zero_stage": 3, "dp_shard": 8}, [DeepSpeed]),
         ({"zero_stage": 1, "dp_replicate": 8}, [DeepSpeed]),
         ({"engine": "deepspeed", "gpus": 8}, [DeepSpeed]),
+        ({"engine": "megatron", "gpus": 8}, [Megatron]),
     ],
 )
 def test_the_engine_that_options_stand_for(values, kinds):
@@ -147,6 +149,9 @@ def test_presets_bring_their_units():
         ({"pp": 2}, "pipeline parallelism is not predicted yet"),
         ({"cp": 2, "dp_shard": 2}, "context parallelism is not predicted yet"),
         ({"ep": 2, "dp_shard": 2}, "expert parallelism is not predicted yet"),
+        ({"engine": "megatron", "tp": 2}, "engine megatron with tp 2 is not predicted"),
+        ({"engine": "megatron", "gpus": 2, "zero_stage": 1}, "belongs to engine deepspeed, but the engine is megatron"),
+        ({"engine": "megatron", "gpus": 2, "output_dtype": "bf16"}, "not to megatron"),
         ({"zero_stage": 3, "tp": 2}, "engine deepspeed with tp 2 is not predicted"),
         ({"zero_stage": 3, "dp_shard": 2, "dp_replicate": 4}, "is one degree: give dp_shard 8"),
         ({"dp_shard": 2, "reduce_bucket_size": "5e8"}, "belongs to engine deepspeed, not to fsdp2"),
