@@ -149,12 +149,14 @@ def test_gradients_accumulated_in_float32_are_a_whole_copy_in_stage_1(tiny):
     assert loaded(simulation, Category.GRADIENT) == 4 * simulation.model.parameters
 
 
+@pytest.mark.slow
 def test_overlap_takes_a_second_bucket_in_stage_2(tiny):
     large = {"dp_shard": 4, "reduce_bucket_size": 1 << 18}
     one, two = (tiny(2, **large, overlap_comm=overlap) for overlap in (False, True))
     assert peak(two) - peak(one) == 2 << 18
 
 
+@pytest.mark.slow
 def test_frozen_parameters_are_partitioned_without_gradients_or_states(tiny):
     simulation = tiny(3, dp_shard=4, method="lora", lora_rank=4, **BARE)
     trained = simulation.model.trainable_parameters
@@ -162,7 +164,7 @@ def test_frozen_parameters_are_partitioned_without_gradients_or_states(tiny):
     assert held(simulation)[Category.PARAMETER] == 2 * simulation.model.parameters // 4
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_offloaded_optimizer_is_on_the_host(tiny, stage):
     """float32 partition, its gradient and two moments; and what carries gradients over (stage 1 and 2: the largest
     parameter in float32, temp_grad_buffer_for_gpu_offload; all: a partition of bf16 on its way back)."""
@@ -182,6 +184,7 @@ def test_offloaded_parameters_leave_what_is_gathered(tiny):
     assert there.graph.host_bytes >= here.graph.host_bytes
 
 
+@pytest.mark.slow
 def test_checkpoints_gather_again(tiny):
     plain, checkpointed = tiny(3, dp_shard=4, **BARE), tiny(3, dp_shard=4, checkpointing="full", **BARE)
     gathers = [run.graph.op_names.index("c10d._allgather_base_.default") for run in (plain, checkpointed)]
