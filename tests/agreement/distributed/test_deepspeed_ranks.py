@@ -43,12 +43,11 @@ def on_the_phantom_gpu(folder, zero):
     return [int(liveness.nbytes[counted & (liveness.birth < at) & (at < liveness.death)].sum()) for at in nexts]
 
 
+CASES = {"0": {"stage": 0}, "1": {"stage": 1}, "2": {"stage": 2}, "3": {"stage": 3}, "bare": {"stage": 3, **BARE}}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "zero",
-    [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, **BARE}],
-    ids=["0", "1", "2", "3", "bare"],
-)
+@pytest.mark.parametrize("zero", CASES.values(), ids=CASES)
 def test_between_steps_rank_0_holds_the_same(tmp_path, zero):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     if zero["stage"]:
