@@ -82,3 +82,21 @@ def test_accumulation_adds_into_the_buffer(tiny):
 def test_what_is_not_covered_is_refused(tiny, options, says):
     with pytest.raises(InputError, match=says):
         tiny(dp_shard=2, **options)
+
+
+def test_a_published_steady_value_is_the_buffers_and_three_workspaces():
+    """Megatron-LM tests/functional_tests/test_cases/gpt/gpt3_mcore_te_tp1_pp1_dist_optimizer_fim_dataset,
+    golden_values_dev_dgx_h100.json: allocated between steps on one of eight H100s, a log that rounds to 32 bytes.
+
+    What the buffers do not explain are workspaces of cuBLAS on Hopper, PyTorch's two and Transformer Engine's one.
+    """
+    published, workspace = 581_489_664, 32 << 20
+    hidden, vocabulary = 512, -(-50257 // 128) * 128
+    layer = [hidden, hidden]  # a norm's weight and bias
+    layer += [hidden * hidden, hidden, *layer, 3 * hidden * hidden, 3 * hidden]
+    layer += [4 * hidden * hidden, 4 * hidden, 4 * hidden * hidden, hidden]
+    sizes = [vocabulary * hidden, 1024 * hidden, *layer * 12, hidden, hidden]
+    _, numel = buffer_places(sizes, 8)
+    assert numel == sum(sizes)  # nothing to pad
+    held = numel * (2 + 4) + numel // 8 * 12
+    assert published - held - 3 * workspace == 4_608
