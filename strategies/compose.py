@@ -212,7 +212,7 @@ def _set_up(resolved, spec: ModelSpec, step: StepSpec, strategies: Sequence[Stra
             *built.notes,
             *(built.package.notes(module) if built.package else ()),
             *batch_notes,
-            *precision_notes(step, module, gpu, own_loss=own_loss),
+            *precision_notes(step, module, gpu, own_loss=own_loss, engine=engine_of(strategies) is not None),
         ),
     )
 
