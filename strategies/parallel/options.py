@@ -70,8 +70,8 @@ def with_parallel_precision(options: Mapping[str, Option]) -> dict[str, Option]:
         raise InputError(f"{', '.join(given)} belongs to engines {' and '.join(SHARDED_ENGINES)}, not to {engine}.")
     if options["cpu_offload"].value:
         raise InputError(
-            "cpu_offload: shards and optimizer states on the host are not predicted yet. DeepSpeed's are: zero_stage with "
-            "offload_optimizer cpu or offload_param cpu."
+            "cpu_offload: shards and optimizer states on the host are not predicted yet. DeepSpeed's are: zero_stage "
+            "with offload_optimizer cpu or offload_param cpu."
         )
     if options["sync_each_batch"].value and engine == "none":
         raise InputError("sync_each_batch belongs to engines that reduce gradients: ddp, fsdp1 and fsdp2.")

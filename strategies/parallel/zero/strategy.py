@@ -164,7 +164,8 @@ class DeepSpeed(NoOpStrategy):
         return tuple(said)
 
     def remarks(self, graph: StepGraph) -> tuple[str, ...]:
-        said = gathered_against_saved(graph, self.layout.dp_shard) if self.stage == 3 else ()
+        on_device = self.stage == 3 and self.offload_param is None
+        said = gathered_against_saved(graph, self.layout.dp_shard) if on_device else ()
         if self.offload_optimizer or self.offload_param:
             said += (f"the host holds up to {size_of(graph.host_bytes)} for every rank (offload), which no GPU needs",)
         return said
