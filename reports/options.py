@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from metapeak.strategies.parallel.zero.config_file import is_deepspeed_config, options_of_config
 from metapeak.strategies.settings import SETTINGS, Setting, options_of, resolve
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.simulation import Option
@@ -66,7 +67,9 @@ def add_to_parser(
     """Add a flag for every setting, and --config. `several`: a flag takes several values."""
     group = parser.add_argument_group("step, strategies and device" if settings is SETTINGS else "engine and device")
     add_flags(group, settings, several=several)
-    group.add_argument("--config", default=None, metavar="FILE", help="a YAML or JSON file of the same names")
+    group.add_argument(
+        "--config", default=None, metavar="FILE", help="a YAML or JSON file of the same names, or DeepSpeed's own"
+    )
 
 
 def add_flags(group: argparse._ArgumentGroup, settings: Sequence[Setting], *, several: bool = False) -> None:
@@ -114,6 +117,8 @@ def given_options(
 
 def _from_file(path: str, settings: Sequence[Setting]) -> dict[str, Option]:
     values, lines = _read_mapping(path)
+    if is_deepspeed_config(values):
+        return options_of(options_of_config(values, path), path, settings=settings)
     options: dict[str, Option] = {}
     for key, value in values.items():
         options |= options_of({key: value}, f"{path}:{lines[key]}" if key in lines else path, settings=settings)

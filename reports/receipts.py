@@ -255,7 +255,7 @@ def _parallel(options: Mapping[str, Any], versions: Mapping[str, str]) -> Iterat
     parallel = options.get("parallel") or {}
     engine = parallel.get("engine", "none")
     if engine in ("deepspeed", "megatron"):
-        raise Refused(f"runs on several GPUs ({engine}), which is not predicted yet")
+        raise Refused(f"runs on several GPUs ({engine}), to whose options receipts are not mapped yet")
     for name in ("pp", "cp", "ep"):
         if (parallel.get(name) or 1) > 1:
             raise Refused(f"runs with {name} {parallel[name]}, which is not predicted yet")

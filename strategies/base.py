@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from metapeak.strategies.parallel.layout import Layout
+    from metapeak.tracer.engine import MakeEngine
     from metapeak.tracer.graph import StepGraph
     from metapeak.tracer.liveness import Liveness
     from metapeak.tracer.models import ResolvedModel
@@ -27,7 +28,8 @@ class Strategy(Protocol):
     real module on meta before the trace, with the real library, and returns the module to train: the same one, or a
     wrapper around it as a script would hold; `loss_function` may wrap the function of (model, batch) that computes the
     loss. `distribute` shards the module on the device, as one rank of the layout, and returns what trains. `rewrite`
-    changes the liveness of one rank after the trace; the graph it came from is there to be read.
+    changes the liveness of one rank after the trace; the graph it came from is there to be read. `engine`, where it is
+    not None, makes what trains in place of the plain loop (tracer/engine.py).
     `assumptions` are sentences that every report prints, `notes` those that the prepared module gives rise to,
     `remarks` those of the recorded step. `resolved` are options whose value only the prepared module shows; what the
     user gave wins over them. A strategy computes no total and prints nothing.
@@ -41,6 +43,7 @@ class Strategy(Protocol):
     layout: Layout | None
     # The dtype that parameters have while layers compute, where the strategy casts them (FSDP's mixed precision).
     casts_to: str | None
+    engine: MakeEngine | None
 
     def check(self, model: ResolvedModel, step: StepSpec) -> None: ...
 
@@ -69,6 +72,7 @@ class NoOpStrategy:
     imports: tuple[str, ...] = ()
     layout = None
     casts_to: str | None = None
+    engine: MakeEngine | None = None
 
     def check(self, model: ResolvedModel, step: StepSpec) -> None:
         pass

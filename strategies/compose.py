@@ -28,7 +28,14 @@ from metapeak.strategies.master_weights import with_master_weights
 from metapeak.strategies.optimizers import OptimizerMaker, check_optimizer, optimizer_maker
 from metapeak.strategies.packages import for_package, optimised_only
 from metapeak.strategies.parallel.checkpoints import with_real_checkpoints
-from metapeak.strategies.parallel.ranks import distinct_ranks, distribution, layout_notes, layout_of, process_group_of
+from metapeak.strategies.parallel.ranks import (
+    distinct_ranks,
+    distribution,
+    engine_of,
+    layout_notes,
+    layout_of,
+    process_group_of,
+)
 from metapeak.strategies.parallel.shard_sizes import can_differ_in_shards_alone, graph_of_rank
 from metapeak.strategies.parallel.tensor_parallel import sharded_and_whole_apart
 from metapeak.strategies.parallel.unshared import not_shared
@@ -174,7 +181,7 @@ def simulate(
         *first.notes,
         *answered,
         *rank_notes,
-        *layout_notes(layout, step),
+        *layout_notes(layout, step, strategies),
         *notes_of(life, first.tensors, own_batch=first.built.batch is not None),
     ]
     for strategy, said in zip(strategies, notes):
@@ -242,7 +249,7 @@ def _set_up(resolved, spec: ModelSpec, step: StepSpec, strategies: Sequence[Stra
             *built.notes,
             *(built.package.notes(module) if built.package else ()),
             *batch_notes,
-            *precision_notes(step, module, gpu, own_loss=own_loss),
+            *precision_notes(step, module, gpu, own_loss=own_loss, engine=engine_of(strategies) is not None),
         ),
     )
 
@@ -264,6 +271,7 @@ def _trace(prepared: _Prepared, step: StepSpec, strategies, layout, rank: int, p
             make,
             compute_loss=prepared.compute_loss,
             distribute=distribution(layout, strategies),
+            make_engine=engine_of(strategies),
             iterations=step.iterations,
             loop=prepared.loop,
             decouple_saves=decouple_saves or any(strategy.needs_saves for strategy in strategies),

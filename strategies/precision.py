@@ -121,8 +121,10 @@ def region_of(step: StepSpec, *, own_loss: bool) -> str:
     return step.autocast_region or ("loss" if own_loss else "forward")
 
 
-def precision_notes(step: StepSpec, module: torch.nn.Module, gpu: Gpu | None, *, own_loss: bool) -> tuple[str, ...]:
-    """What the report has to say about precision and the loop."""
+def precision_notes(
+    step: StepSpec, module: torch.nn.Module, gpu: Gpu | None, *, own_loss: bool, engine: bool = False
+) -> tuple[str, ...]:
+    """What the report has to say about precision and the loop; with an `engine`, which has a loop of its own."""
     import torch
 
     notes = []
@@ -136,7 +138,7 @@ def precision_notes(step: StepSpec, module: torch.nn.Module, gpu: Gpu | None, *,
         notes.append("fp16 autocast trains with torch.amp.GradScaler, and no step is skipped for overflow")
     dtypes = {parameter.dtype for parameter in module.parameters()}
     trained = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
-    if torch.float16 in trained and step.autocast is None:
+    if torch.float16 in trained and step.autocast is None and not engine:
         notes.append(
             "weights are trained in fp16 without loss scaling (GradScaler refuses fp16 gradients): memory is right, "
             "but small gradients vanish in a real run; fp16-mixed keeps float32 weights"
@@ -144,10 +146,10 @@ def precision_notes(step: StepSpec, module: torch.nn.Module, gpu: Gpu | None, *,
     if gpu is not None and not gpu.supports_bf16 and torch.bfloat16 in dtypes:
         notes.append(f"the model's dtype is bf16, which {gpu.id} has not ({_bf16_rule(gpu)})")
     if step.grad_accum > 1:
+        two = "two of them are traced (three where gradients wait for the last to be reduced)"
         notes.append(
             f"the batches of all {step.grad_accum} micro-batches lie on the GPU together, as the Hugging Face Trainer "
-            "loads them; two of them are traced (three where gradients wait for the last to be reduced), the others "
-            "repeat the second"
+            f"loads them; {'up to three of them are traced' if engine else two}, the others repeat the second"
         )
     if step.grad_accum_dtype == "float32" and not trained - {torch.float32}:
         notes.append("gradients are float32 as the weights are, so grad_accum_dtype changes nothing")

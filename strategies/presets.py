@@ -63,6 +63,13 @@ _TRAINER = "transformers 5.24 training_args.py:TrainingArguments"
 _UNITS = "accelerate 1.15 utils/fsdp_utils.py:fsdp2_prepare_model"
 _PEFT = "peft 0.21 tuners/lora/config.py:LoraConfig"
 
+_TRAINER_ZERO = "transformers 5.24 integrations/deepspeed.py:trainer_config_finalize (auto)"
+_ZERO_SIZES = (
+    _fill("reduce_bucket_size", "auto", _TRAINER_ZERO, engine=("deepspeed",)),
+    _fill("stage3_prefetch_bucket_size", "auto", _TRAINER_ZERO, engine=("deepspeed",), zero_stage=(3,)),
+    _fill("stage3_param_persistence_threshold", "auto", _TRAINER_ZERO, engine=("deepspeed",), zero_stage=(3,)),
+)
+
 HF_TRAINER = Preset(
     name="hf-trainer",
     fills=(
@@ -73,6 +80,7 @@ HF_TRAINER = Preset(
         _fill("autocast_region", "forward", "accelerate 1.15 accelerator.py:prepare_model", autocast=("bf16", "fp16")),
         _fill("lora_rank", 8, _PEFT, method=("lora", "qlora")),
         _fill("wrap", ("accelerate",), _UNITS, engine=("fsdp2",)),
+        *_ZERO_SIZES,
     ),
 )
 
@@ -91,6 +99,7 @@ TRL = Preset(
         _fill("implementation", "fused", f"{_TRAINER}.optim (adamw_torch_fused)", optimizer=("adamw", "adam")),
         _fill("max_grad_norm", 1.0, f"{_TRAINER}.max_grad_norm"),
         _fill("wrap", ("accelerate",), _UNITS, engine=("fsdp2",)),
+        *_ZERO_SIZES,
         _fill("checkpointing", "full", f"{_SFT}.gradient_checkpointing"),
         _fill("loss", "fused-head", "trl 1.16 trainer/utils.py:add_fused_lm_head"),
         _fill("lora_rank", 16, f"{_SCRIPT}.lora_r", method=("lora", "qlora")),

@@ -14,7 +14,7 @@ from metapeak.strategies.lifecycle import LIFECYCLE, Lifecycle
 from metapeak.strategies.loss import loss_strategy
 from metapeak.strategies.methods import method_strategies
 from metapeak.strategies.optimizers import parse_arguments
-from metapeak.strategies.parallel.options import parallel_strategies
+from metapeak.strategies.parallel.options import OWN_LOOP_ENGINES, parallel_strategies
 from metapeak.strategies.quantization.options import quantization_strategies
 from metapeak.strategies.settings import DTYPES, options_of, resolve
 from metapeak.tracer.device.allocator_config import AllocatorConfig, parse_allocator_config
@@ -80,6 +80,8 @@ def step_spec(options: Mapping[str, Option]) -> StepSpec:
     names = ("batch_size", "seq_len", "target_len", "image_size", "num_images", "attention", "autocast_region")
     names += ("grad_accum", "max_grad_norm")
     dtypes = {name: DTYPES.get(options[name].value) for name in ("autocast", "grad_accum_dtype")}
+    if options["engine"].value in OWN_LOOP_ENGINES:
+        dtypes["grad_accum_dtype"] = None  # the engine's own matter
     return StepSpec(
         **{name: options[name].value for name in names},
         **dtypes,

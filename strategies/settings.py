@@ -19,6 +19,7 @@ from metapeak.strategies.methods import METHODS
 from metapeak.strategies.optimizers import IMPLEMENTATIONS
 from metapeak.strategies.parallel.options import ENGINES, parse_reshard, with_engine, with_parallel_precision
 from metapeak.strategies.parallel.units import UPCASTS
+from metapeak.strategies.parallel.zero.options import OFFLOAD_DEVICES, TRUTHS, elements_of
 from metapeak.strategies.precision import AUTOCAST_REGIONS, PRECISIONS
 from metapeak.strategies.presets import PRESETS, filled_in
 from metapeak.strategies.quantization.schemes import GPTQ_KERNELS, SCHEMES, STORAGE_DTYPES
@@ -218,7 +219,8 @@ SETTINGS = (
     Setting(name="load", kind=str, default=None, help="how weights come; default device", choices=WAYS),
     Setting(
         name="engine", kind=str, default=None, choices=ENGINES,
-        help="what spreads the job over GPUs; default: fsdp2 with dp_shard, ddp with dp_replicate, else none",
+        help="what spreads the job over GPUs; default: fsdp2 with dp_shard, ddp with dp_replicate, deepspeed with "
+        "zero_stage, else none",
     ),
     Setting(name="zero_stage", kind=int, default=None, help="0 to 3, of engine deepspeed"),
     Setting(name="gpus", kind=int, default=None, help="GPUs in all; has to be the product of the degrees"),
@@ -260,6 +262,50 @@ SETTINGS = (
     Setting(
         name="sync_each_batch", kind=bool, default=None,
         help="reduce gradients after every micro-batch; default: after the last, as the Hugging Face Trainer",
+    ),
+    Setting(
+        name="reduce_bucket_size", kind=str, default=None, parse=elements_of,
+        help="of DeepSpeed: elements of a bucket of gradients; default 5e8, auto: hidden_size^2",
+    ),
+    Setting(
+        name="allgather_bucket_size", kind=str, default=None, parse=elements_of,
+        help="of ZeRO 1 and 2: elements gathered at a time after a step; default 5e8",
+    ),
+    Setting(
+        name="overlap_comm", kind=str, default=None, choices=TRUTHS,
+        help="of DeepSpeed: reduce while backward runs; default true in stage 3",
+    ),
+    Setting(
+        name="contiguous_gradients", kind=str, default=None, choices=TRUTHS,
+        help="of DeepSpeed: gradients are copied into buckets; default true",
+    ),
+    Setting(
+        name="sub_group_size", kind=str, default=None, parse=elements_of,
+        help="of ZeRO 3: elements that are stepped at a time; default 1e9",
+    ),
+    Setting(
+        name="stage3_prefetch_bucket_size", kind=str, default=None, parse=elements_of,
+        help="of ZeRO 3: elements gathered ahead of use; default 5e7, auto: 0.9 hidden_size^2",
+    ),
+    Setting(
+        name="stage3_max_live_parameters", kind=str, default=None, parse=elements_of,
+        help="of ZeRO 3: gathered elements beyond which nothing is gathered ahead; default 1e9",
+    ),
+    Setting(
+        name="stage3_max_reuse_distance", kind=str, default=None, parse=elements_of,
+        help="of ZeRO 3: a parameter used again within as many elements stays gathered; default 1e9",
+    ),
+    Setting(
+        name="stage3_param_persistence_threshold", kind=str, default=None, parse=elements_of,
+        help="of ZeRO 3: parameters with fewer elements stay whole; default 1e5, auto: 10 hidden_size",
+    ),
+    Setting(
+        name="offload_optimizer", kind=str, default=None, choices=OFFLOAD_DEVICES,
+        help="of DeepSpeed: where float32 partitions and optimizer states are; default none",
+    ),
+    Setting(
+        name="offload_param", kind=str, default=None, choices=OFFLOAD_DEVICES,
+        help="of ZeRO 3: where partitions of the parameters are; default none",
     ),
     Setting(
         name="allocator_config", kind=str, default=None,
@@ -342,8 +388,10 @@ def _typed(setting: Setting, value: Any, path: str) -> Any:
     kind = setting.kind
     if value is None:
         return None
-    if setting.parse is not None and isinstance(value, (list, int)) and not isinstance(value, bool):
+    if setting.parse is not None and isinstance(value, (list, int, float)) and not isinstance(value, bool):
         value = ",".join(str(item) for item in (value if isinstance(value, list) else [value]))
+    if isinstance(value, bool) and setting.choices == TRUTHS:
+        value = str(value).lower()
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     elif isinstance(value, str) and kind is not str:

@@ -38,7 +38,7 @@ def test_readme_names_only_flags_that_exist():
     parser = build_parser()
     commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction)).choices
     flags = {flag for command in commands.values() for action in command._actions for flag in action.option_strings}
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", README))
     assert named <= flags
 
 

@@ -15,6 +15,7 @@ from metapeak.tracer import (  # noqa: F401  (they register their operators)
     phantom_ops,
 )
 from metapeak.tracer.dispatch import unrecorded
+from metapeak.tracer.engine import MakeEngine
 from metapeak.tracer.errors import InputError, MetapeakError, TraceError
 from metapeak.tracer.graph import StepGraph
 from metapeak.tracer.liveness import Category
@@ -100,6 +101,7 @@ def record_training_step(
     *,
     compute_loss: Callable[[torch.nn.Module, Any], torch.Tensor] = default_loss,
     distribute: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
+    make_engine: MakeEngine | None = None,
     iterations: int = 2,
     loop: TrainingLoop | None = None,
     decouple_saves: bool = False,
@@ -110,7 +112,7 @@ def record_training_step(
     Arguments: a model on meta (it is moved to the phantom GPU in place), a batch of CPU tensors, a function from the
     trainable parameters to an optimizer (None: no optimizer step), the loss function, what shards the module once it
     is on the device and returns what trains (`fully_shard`, DistributedDataParallel; it runs before the recording), the
-    loop (None: a plain one).
+    engine that trains in place of the loop if there is one, the loop (None: a plain one).
     Returns the graph and the assumptions that answering the program needed, with how often each was used.
     Raises TraceError with op, module and reason when the program cannot run on a device without values.
     """
@@ -119,10 +121,22 @@ def record_training_step(
     if distribute is not None:
         model = distributed(model, distribute)
     batches = [batch_to_phantom(batch) for _ in range(loop.grad_accum)]
-    recorder = Recorder(model, decouple_saves=decouple_saves, outermost=TrainingLoop.run.__code__)
-    load_step(recorder, model, batches if loop.grad_accum > 1 else batches[0])
-    with step_errors(recorder), recorder.recording():
-        loop.run(recorder, model, batches, make_optimizer, compute_loss, iterations, progress)
+    with contextlib.ExitStack() as held:
+        engine = None
+        if make_engine is not None:
+            count = len(loop.batches_of_engine(batches))
+            with _refusals("The engine cannot train this model"), unrecorded():
+                engine = held.enter_context(make_engine(model, make_optimizer, count))
+        run = TrainingLoop.run if engine is None else TrainingLoop.run_engine
+        recorder = Recorder(model, decouple_saves=decouple_saves, outermost=run.__code__)
+        load_step(recorder, model, batches if loop.grad_accum > 1 else batches[0])
+        if engine is not None:
+            engine.load(recorder)
+        with step_errors(recorder), recorder.recording():
+            if engine is None:
+                loop.run(recorder, model, batches, make_optimizer, compute_loss, iterations, progress)
+            else:
+                loop.run_engine(recorder, engine, batches, compute_loss, iterations, progress)
     return recorder.finish(), dict(recorder.mode.assumptions)
 
 
@@ -143,14 +157,20 @@ def step_errors(recorder: Recorder) -> Iterator[None]:
 
 def distributed(model: torch.nn.Module, distribute: Callable[[torch.nn.Module], torch.nn.Module]) -> torch.nn.Module:
     """What trains, sharded. Raises InputError with torch's own reason where it refuses this model."""
+    with _refusals("PyTorch cannot shard this model"), unrecorded():
+        return distribute(model)
+
+
+@contextlib.contextmanager
+def _refusals(sentence: str) -> Iterator[None]:
+    """A library's own refusals become InputErrors that begin with the sentence."""
     try:
-        with unrecorded():
-            return distribute(model)
+        yield
     except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
         if isinstance(error, MetapeakError):
             raise
         reason = str(error).strip().partition("\n")[0]
-        raise InputError(f"PyTorch cannot shard this model: {type(error).__name__}: {reason}") from error
+        raise InputError(f"{sentence}: {type(error).__name__}: {reason}") from error
 
 
 def forget_recording(model: torch.nn.Module) -> None:

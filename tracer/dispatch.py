@@ -28,6 +28,7 @@ from metapeak.tracer.answers import (
     written_arguments,
 )
 from metapeak.tracer.errors import TraceError
+from metapeak.tracer.host import HostMemory
 from metapeak.tracer.phantom import (
     COMPOSITE_ON_CUDA,
     DEVICE,
@@ -136,10 +137,14 @@ class PhantomMode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is _prim_device:
             return _META if kernel_is_running() else DEVICE
+        kwargs = kwargs or {}
+        if HostMemory.active is not None:
+            outputs = HostMemory.active.answer(self, func, types, args, kwargs)
+            if outputs is not NotImplemented:
+                return outputs
         for kind in types:
             if kind not in _PLAIN_TYPES:
                 return NotImplemented
-        kwargs = kwargs or {}
         operator = self._operators.get(func)
         if operator is None:
             operator = self._operators[func] = _Operator(func)

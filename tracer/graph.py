@@ -102,8 +102,8 @@ class StepGraph:
     Storage rows: `birth`, `death` (see liveness.py), `nbytes`, `category`, `owner` (module index: who made it, or whose
     parameter it serves), `storage_value` (the first value on it).
     `whole`: storages of parameters that a sharded step keeps whole on every rank; `unsharded`: storages of gathered
-    parameters and of gradients that are not reduced yet.
-    `host_bytes`: of arrays on the host that an evaluation makes of what it keeps.
+    parameters and of gradients that are not reduced yet. `host_bytes`: the most that the program keeps on the host, of
+    what it offloads or of arrays that an evaluation makes.
     `output_dtypes`: what the model returned, by name, and `head`: its logits as the head made them.
     """
 

@@ -230,6 +230,13 @@ class Recorder:
             if served is not None:
                 self.graph.owner[row] = self.graph.owner[served]
 
+    def mark_unsharded(self, tensor: torch.Tensor | None, category: Category, parameter: torch.Tensor | None) -> None:
+        """`mark` of a whole parameter or gradient of which the rank keeps a part."""
+        self.mark(tensor, category, parameter)
+        row = _row_of(tensor)
+        if row is not None:
+            self.graph.unsharded.add(row)
+
     def location(self) -> tuple[int, str]:
         """(index of the next operation, module running) for messages."""
         return self.graph.num_ops, self.graph.module_names[self._where()[0]]

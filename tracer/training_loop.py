@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from metapeak.tracer.engine import Engine
 from metapeak.tracer.liveness import Category, Phase
 from metapeak.tracer.optimizer_states import mark_optimizer_states
 from metapeak.tracer.phantom import DEVICE, DEVICE_NAME
@@ -108,6 +109,38 @@ class TrainingLoop:
                     mark_optimizer_states(recorder, optimizer)
                     optimizer.zero_grad(set_to_none=True)
             recorder.close()
+
+    def run_engine(
+        self,
+        recorder: Recorder,
+        engine: Engine,
+        batches: Sequence[Any],
+        compute_loss: Callable[[torch.nn.Module, Any], torch.Tensor],
+        iterations: int,
+        progress: Callable[[str], None],
+    ) -> None:
+        """Train with an engine, inside `recorder.recording()`: it scales the loss, reduces, clips, steps and frees."""
+        with _noting_outputs(recorder, engine.module):
+            for iteration in range(1, iterations + 1):
+                for batch in self.batches_of_engine(batches):
+                    with recorder.phase(Phase.FORWARD, iteration):
+                        progress(f"iteration {iteration}: forward")
+                        loss = compute_loss(engine.model, batch)
+                        recorder.note_loss(loss)
+                    with recorder.phase(Phase.BACKWARD, iteration):
+                        progress(f"iteration {iteration}: backward")
+                        engine.backward(loss)
+                        loss = loss.detach()
+                        recorder.note_graph_end()
+                    with recorder.phase(Phase.OPTIMIZER, iteration):
+                        progress(f"iteration {iteration}: optimizer")
+                        engine.step()
+            recorder.close()
+
+    @staticmethod
+    def batches_of_engine(batches: Sequence[Any]) -> Sequence[Any]:
+        """The micro-batches to trace: gradients are created, added to, and reduced with the last."""
+        return batches if len(batches) <= TRACED_UNTIL_SYNC else [*batches[: TRACED_UNTIL_SYNC - 1], batches[-1]]
 
     def _micro_batches(self, model, batches: Sequence[Any]) -> list[tuple[Any, Callable]]:
         """(batch, what switches the reduction of gradients for it) of the micro-batches to trace."""

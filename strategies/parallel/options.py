@@ -11,12 +11,20 @@ from metapeak.strategies.parallel.ddp import DDP
 from metapeak.strategies.parallel.fsdp1 import FSDP1
 from metapeak.strategies.parallel.fsdp2 import FSDP2
 from metapeak.strategies.parallel.layout import Layout
+from metapeak.strategies.parallel.megatron import Megatron
 from metapeak.strategies.parallel.tensor_parallel import TensorParallel
+from metapeak.strategies.parallel.zero.options import (
+    check_zero_options,
+    deepspeed_strategy,
+    with_own_precision,
+)
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.simulation import Option
 
 ENGINES = ("none", "ddp", "fsdp1", "fsdp2", "deepspeed", "megatron")
 SHARDED_ENGINES = ("fsdp1", "fsdp2")
+# Engines that reduce and step by themselves.
+OWN_LOOP_ENGINES = ("deepspeed", "megatron")
 DEGREES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
 _FSDP_OPTIONS = ("param_dtype", "reduce_dtype", "output_dtype", "fsdp_upcast", "reshard_after_forward", "wrap")
 _LONG = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -46,6 +54,7 @@ def with_engine(options: Mapping[str, Option]) -> dict[str, Option]:
     """
     options = dict(options)
     _choose_engine(options)
+    _spread_over_all_gpus(options)
     _check_degrees(options)
     return options
 
@@ -55,6 +64,8 @@ def with_parallel_precision(options: Mapping[str, Option]) -> dict[str, Option]:
     options = dict(options)
     engine = options["engine"].value
     given = [name for name in _FSDP_OPTIONS if options[name].value is not None]
+    own = {"deepspeed": ("param_dtype",), "megatron": ("param_dtype", "reduce_dtype")}.get(engine, ())
+    given = [name for name in given if name not in own]
     if given and engine not in SHARDED_ENGINES:
         raise InputError(f"{', '.join(given)} belongs to engines {' and '.join(SHARDED_ENGINES)}, not to {engine}.")
     if options["cpu_offload"].value:
@@ -73,8 +84,11 @@ def with_parallel_precision(options: Mapping[str, Option]) -> dict[str, Option]:
             "because their own modules are not called; sources that run it keep adapters out of FSDP, which is not "
             "predicted."
         )
+    check_zero_options(options)
     if engine in SHARDED_ENGINES:
         _mixed_precision(options)
+    elif engine in OWN_LOOP_ENGINES:
+        options = with_own_precision(options)
     return options
 
 
@@ -91,6 +105,11 @@ def parallel_strategies(values: Mapping[str, Any]) -> list[Strategy]:
         strategies.append(DDP(layout=layout))
     elif engine in SHARDED_ENGINES:
         strategies.append(_fsdp(engine, layout, values))
+    elif engine == "deepspeed":
+        strategies.append(deepspeed_strategy(layout, values))
+    elif engine == "megatron":
+        dtypes = {name: _LONG.get(values[name]) for name in ("param_dtype", "reduce_dtype")}
+        strategies.append(Megatron(layout=layout, max_grad_norm=values["max_grad_norm"], **dtypes))
     return strategies
 
 
@@ -100,6 +119,8 @@ def layout_of_options(values: Mapping[str, Any]) -> Layout:
     layout = Layout(**degrees)
     if values["engine"] == "ddp" and layout.dp_shard > 1:  # replicas, whatever their axis is called
         layout = replace(layout, dp_replicate=layout.dp_replicate * layout.dp_shard, dp_shard=1)
+    if values["engine"] in OWN_LOOP_ENGINES and layout.dp_shard == 1:  # partitions, whatever their axis is called
+        layout = replace(layout, dp_replicate=1, dp_shard=layout.dp_replicate)
     if values["gpus"] is not None:
         layout.check_world(values["gpus"])
     return layout
@@ -110,17 +131,14 @@ def _is_given(options: Mapping[str, Option], name: str) -> bool:
 
 
 def _choose_engine(options: dict[str, Option]) -> None:
-    """The engine that nobody named: ZeRO stages and sharding ask for FSDP2, replicas for DDP."""
+    """The engine that nobody named: ZeRO stages ask for DeepSpeed, sharding for FSDP2, replicas for DDP."""
     stage = options["zero_stage"].value
     engine = options["engine"].value
     if stage is not None and not 0 <= stage <= 3:
         raise InputError(f"zero_stage is {stage}, but DeepSpeed's stages are 0, 1, 2 and 3.")
     if engine is None:
         shard, replicate = ((options[name].value or 1) for name in ("dp_shard", "dp_replicate"))
-        if stage in _FSDP_OF_STAGE:
-            _fill(options, "reshard_after_forward", _FSDP_OF_STAGE[stage], f"zero_stage {stage}")
-            engine, why = "fsdp2", f"zero_stage {stage} as PyTorch does it (DeepSpeed's own is not predicted yet);"
-        elif stage is not None:
+        if stage is not None:
             engine, why = "deepspeed", f"zero_stage {stage}"
         elif _is_given(options, "dp_shard") and options["dp_shard"].value is not None:
             engine, why = "fsdp2", f"dp_shard {shard}"
@@ -135,6 +153,24 @@ def _choose_engine(options: dict[str, Option]) -> None:
         raise InputError(f"zero_stage {stage} belongs to engine deepspeed, but the engine is {engine}.{same}")
 
 
+def _spread_over_all_gpus(options: dict[str, Option]) -> None:
+    """Without a degree, engines that only have data parallelism take all GPUs for it."""
+    gpus, engine = options["gpus"].value, options["engine"].value
+    if engine in OWN_LOOP_ENGINES and gpus and all(options[name].value is None for name in DEGREES):
+        options["dp_shard"] = Option(value=gpus, origin=f"gpus {gpus}, all of them data-parallel")
+
+
+def _check_own_loop(engine: str, values: Mapping[str, Any]) -> None:
+    """Raise InputError for degrees beside the one that these engines partition over."""
+    if (values["tp"] or 1) > 1:
+        raise InputError(f"engine {engine} with tp {values['tp']} is not predicted: only data parallelism is.")
+    if (values["dp_replicate"] or 1) > 1 and (values["dp_shard"] or 1) > 1:
+        raise InputError(
+            f"engine {engine} partitions over all data-parallel ranks, so dp_replicate {values['dp_replicate']} x "
+            f"dp_shard {values['dp_shard']} is one degree: give dp_shard {values['dp_replicate'] * values['dp_shard']}."
+        )
+
+
 def _check_degrees(options: Mapping[str, Option]) -> None:
     engine = options["engine"].value
     values = {name: options[name].value for name in DEGREES}
@@ -144,8 +180,8 @@ def _check_degrees(options: Mapping[str, Option]) -> None:
     for name, what in (("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
         if (values[name] or 1) > 1:
             raise InputError(f"{name} {values[name]}: {what} parallelism is not predicted yet.")
-    if engine in ("deepspeed", "megatron"):
-        raise InputError(f"engine {engine} is not predicted yet. Engines: none, ddp, fsdp1, fsdp2.")
+    if engine in OWN_LOOP_ENGINES:
+        _check_own_loop(engine, values)
     data = max(values["dp_shard"] or 1, values["dp_replicate"] or 1)
     if engine == "none" and data > 1:
         raise InputError(

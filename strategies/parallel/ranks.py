@@ -14,6 +14,7 @@ from metapeak.tracer.errors import InputError
 if TYPE_CHECKING:
     import torch
 
+    from metapeak.tracer.engine import MakeEngine
     from metapeak.tracer.spec import StepSpec
 
 # Classes of ranks of which each is traced; of more, the first and the last are.
@@ -61,7 +62,7 @@ def distinct_ranks(
     return [RankClass(rank=first.rank, count=first.count + others), last], (note,)
 
 
-def layout_notes(layout: Layout | None, step: StepSpec) -> tuple[str, ...]:
+def layout_notes(layout: Layout | None, step: StepSpec, strategies: Sequence[Strategy] = ()) -> tuple[str, ...]:
     """What the report has to say about ranks that work together."""
     if layout is None:
         return ()
@@ -69,7 +70,7 @@ def layout_notes(layout: Layout | None, step: StepSpec) -> tuple[str, ...]:
         "the other ranks are not run: collectives take the memory of their buffers, and every rank has a full batch"
         + (", tensor-parallel ones the same" if layout.tp > 1 else "")
     ]
-    if step.grad_accum > 1:
+    if step.grad_accum > 1 and engine_of(strategies) is None:
         notes.append(
             "gradients are reduced after every micro-batch"
             if step.sync_each_batch
@@ -104,3 +105,8 @@ def distribution(
         return module
 
     return distribute
+
+
+def engine_of(strategies: Sequence[Strategy]) -> MakeEngine | None:
+    """What makes the engine that trains in place of the plain loop, None where no strategy brings one."""
+    return next((strategy.engine for strategy in strategies if strategy.engine is not None), None)

@@ -6,7 +6,10 @@ from metapeak.strategies.parallel.ddp import DDP
 from metapeak.strategies.parallel.fsdp1 import FSDP1
 from metapeak.strategies.parallel.fsdp2 import FSDP2
 from metapeak.strategies.parallel.layout import Layout
+from metapeak.strategies.parallel.megatron import Megatron
 from metapeak.strategies.parallel.tensor_parallel import TensorParallel
+from metapeak.strategies.parallel.zero import options as zero_options
+from metapeak.strategies.parallel.zero.strategy import DeepSpeed
 from metapeak.strategies.request import step_spec, strategies_of
 from metapeak.strategies.settings import options_of, resolve
 from metapeak.tracer.errors import InputError, UnknownName
@@ -37,7 +40,10 @@ def refusal(**values):
         ({"engine": "fsdp1", "dp_shard": 4}, [FSDP1]),
         ({"tp": 2}, [TensorParallel]),
         ({"tp": 2, "dp_shard": 4}, [TensorParallel, FSDP2]),
-        ({"zero_stage": 3, "dp_shard": 8}, [FSDP2]),
+        ({"zero_stage": 3, "dp_shard": 8}, [DeepSpeed]),
+        ({"zero_stage": 1, "dp_replicate": 8}, [DeepSpeed]),
+        ({"engine": "deepspeed", "gpus": 8}, [DeepSpeed]),
+        ({"engine": "megatron", "gpus": 8}, [Megatron]),
     ],
 )
 def test_the_engine_that_options_stand_for(values, kinds):
@@ -53,9 +59,40 @@ def test_ddp_has_replicas_whatever_their_axis_is_called():
     assert strategies(engine="ddp", dp_shard=4)[0].layout == Layout(dp_replicate=4)
 
 
-def test_zero_stages_reshard_as_they_shard():
-    assert strategies(zero_stage=3, dp_shard=8)[0].reshard_after_forward is None
-    assert strategies(zero_stage=2, dp_shard=8)[0].reshard_after_forward is False
+@pytest.fixture(autouse=True)
+def deepspeed_is_there(monkeypatch):
+    monkeypatch.setattr(zero_options, "is_installed", lambda: True)
+
+
+def test_a_stage_without_a_degree_takes_all_gpus():
+    assert strategies(zero_stage=3, gpus=8)[0].layout == Layout(dp_shard=8)
+    assert strategies(zero_stage=3)[0].layout == Layout()
+    assert strategies(zero_stage=1, dp_replicate=4)[0].layout == Layout(dp_shard=4)
+
+
+def test_deepspeed_casts_parameters_where_a_region_would_cast_operators():
+    options = resolved(zero_stage=2, dp_shard=8, precision="bf16-mixed", grad_accum_dtype="fp32", max_grad_norm=1.0)
+    assert (step_spec(options).autocast, step_spec(options).grad_accum_dtype) == (None, None)
+    (zero,) = strategies_of(options)
+    assert (zero.param_dtype, zero.grad_accum_dtype, zero.max_grad_norm) == ("bfloat16", "float32", 1.0)
+
+
+def test_numbers_of_elements_are_those_of_deepspeeds_files():
+    (zero,) = strategies(zero_stage=3, gpus=2, reduce_bucket_size="2e8", overlap_comm=False, sub_group_size=1e9)
+    assert dict(zero.zero) == {"reduce_bucket_size": 200_000_000, "overlap_comm": False, "sub_group_size": 10**9}
+
+
+def test_the_trainers_sizes_go_by_the_hidden_size():
+    (zero,) = strategies(preset="hf-trainer", zero_stage=3, gpus=2)
+    assert {name for name, value in zero.zero if value == "auto"} == {
+        "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"
+    }  # fmt: skip
+    assert not zero.fused_adam and strategies(zero_stage=3, gpus=2)[0].fused_adam
+
+
+def test_without_deepspeed_the_engine_is_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(zero_options, "is_installed", lambda: False)
+    assert "pip install 'metapeak[deepspeed]'" in refusal(zero_stage=3, gpus=8)
 
 
 def test_fsdp2_casts_parameters_where_a_region_would_cast_operators():
@@ -117,7 +154,18 @@ def test_presets_bring_their_units():
         ({"pp": 2}, "pipeline parallelism is not predicted yet"),
         ({"cp": 2, "dp_shard": 2}, "context parallelism is not predicted yet"),
         ({"ep": 2, "dp_shard": 2}, "expert parallelism is not predicted yet"),
-        ({"engine": "megatron", "tp": 2}, "engine megatron is not predicted yet"),
+        ({"engine": "megatron", "tp": 2}, "engine megatron with tp 2 is not predicted"),
+        ({"engine": "megatron", "gpus": 2, "zero_stage": 1}, "belongs to engine deepspeed, but the engine is megatron"),
+        ({"engine": "megatron", "gpus": 2, "output_dtype": "bf16"}, "not to megatron"),
+        ({"zero_stage": 3, "tp": 2}, "engine deepspeed with tp 2 is not predicted"),
+        ({"zero_stage": 3, "dp_shard": 2, "dp_replicate": 4}, "is one degree: give dp_shard 8"),
+        ({"dp_shard": 2, "reduce_bucket_size": "5e8"}, "belongs to engine deepspeed, not to fsdp2"),
+        ({"zero_stage": 2, "stage3_max_live_parameters": 1}, "belongs to zero_stage 3, not to 2"),
+        ({"zero_stage": 2, "offload_param": "cpu"}, "stage 2 has no partitions of the parameters"),
+        ({"zero_stage": 3, "sub_group_size": "auto"}, "has no rule for it"),
+        ({"zero_stage": 3, "sub_group_size": "many"}, "no number of elements"),
+        ({"zero_stage": 3, "master_weights": True}, "float32 copies of the weights already"),
+        ({"zero_stage": 3, "reshard_after_forward": "never"}, "belongs to engines fsdp1 and fsdp2, not to deepspeed"),
     ],
 )
 def test_refused_with_the_rule(values, says):

@@ -1,0 +1,1 @@
+"""DeepSpeed: its real engine and ZeRO optimizers, on the phantom GPU as one rank of the world."""
