@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import time
@@ -222,11 +223,12 @@ def _trace(prepared: _Prepared, step: StepSpec, strategies, layout, rank: int, p
     if step.optimizer.master_weights:
         make = with_master_weights(make, prepared.module)
     make = optimised_only(prepared.built.package, make, prepared.module)
-    with (
-        attention_choice(prepared.choice),
-        flash_attention_2_available(),
-        process_group_of(layout, rank),
-    ):
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(attention_choice(prepared.choice))
+        inside.enter_context(flash_attention_2_available())
+        inside.enter_context(process_group_of(layout, rank))
+        for strategy in strategies:
+            inside.enter_context(strategy.running())
         return record_training_step(
             prepared.module,
             prepared.tensors,

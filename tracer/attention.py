@@ -148,6 +148,7 @@ def scaled_dot_product_attention(
         attn_mask = torch.where(attn_mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype, device=query.device))
     kernel = choose_kernel(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if kernel is AttentionKernel.MATH:
+        _refuse_math_in_a_ring(query, key, attn_mask, is_causal, enable_gqa)
         return aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
@@ -167,6 +168,23 @@ def scaled_dot_product_attention(
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, needs_statistics, dropout_p, is_causal, scale=scale
     )[0]
+
+
+def _refuse_math_in_a_ring(query, key, attn_mask, is_causal: bool, enable_gqa: bool) -> None:
+    """Context parallelism passes DTensors: the math path has no ring.
+
+    Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py (_sdpa_handler).
+    """
+    if type(query).__name__ != "DTensor":
+        return
+    why = (
+        _refuses_flash(query, key, key, attn_mask, is_causal, enable_gqa),
+        _refuses_efficient(query, key, key, attn_mask, enable_gqa),
+    )
+    raise InputError(
+        "context parallelism covers flash, memory-efficient and cuDNN attention, but here CUDA would run neither: "
+        f"{why[0]}; {why[1]}."
+    )
 
 
 def pad_last_dim(tensor, alignment: int):

@@ -1,7 +1,7 @@
 """Fully sharded data parallelism of torch (FSDP2, `fully_shard`): ZeRO 3, or 2 without resharding.
 
-What it changes: parameters, gradients and optimizer states are sharded over `dp_shard` ranks and gathered unit by unit;
-with `dp_replicate` the shards are replicated (HSDP).
+What it changes: parameters, gradients and optimizer states are sharded over `dp_shard` x `cp` ranks and gathered unit by
+unit; with `dp_replicate` the shards are replicated (HSDP). Experts that `ep` spreads are units of their own.
 Where each byte comes from: torch's own `fully_shard` runs on the phantom GPU, as one rank of the world.
 Not modelled: streams that delay the reuse of freed buffers by the allocator.
 Sources: torch/distributed/fsdp/_fully_shard; accelerate 1.15 utils/fsdp_utils.py (fsdp2_prepare_model).
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from metapeak.strategies.base import NoOpStrategy
+from metapeak.strategies.parallel.expert_parallel import shard_experts
 from metapeak.strategies.parallel.layout import NO_LAYOUT, Layout
 from metapeak.strategies.parallel.meshes import data_parallel_mesh
 from metapeak.strategies.parallel.units import BLOCKS, cast_up, units_of
@@ -53,11 +54,11 @@ class FSDP2(NoOpStrategy):
     def check(self, model: ResolvedModel, step: StepSpec) -> None:
         number = self.reshard_after_forward
         if isinstance(number, int) and not isinstance(number, bool):
-            shards = self.layout.dp_shard
+            shards = self.layout.fsdp
             if not 1 < number < shards or shards % number:
                 raise InputError(
-                    f"reshard_after_forward is {number}, but has to be always, never or a divisor of dp_shard {shards} "
-                    f"other than 1 and {shards}."
+                    f"reshard_after_forward is {number}, but has to be always, never or a divisor of dp_shard x cp = "
+                    f"{shards} other than 1 and {shards}."
                 )
 
     @property
@@ -81,6 +82,7 @@ class FSDP2(NoOpStrategy):
         options: dict[str, Any] = {"mesh": data_parallel_mesh(self.layout), "mp_policy": policy}
         options["ignored_params"] = unshardable(module)
         with _one_chunk_made():
+            shard_experts(module, self.layout, options)
             for unit in units_of(module, self.wrap):
                 parts = [module.get_submodule(name) for name in unit.modules]
                 reshard = self._reshard_unit() if unit.reshard is None else unit.reshard

@@ -41,15 +41,20 @@ def distinct_ranks(
 ) -> tuple[list[RankClass], tuple[str, ...]]:
     """(classes of ranks to trace, first rank first, what the report has to say about those that are not).
 
-    Only sharding by parameters (`shards_dim_0`) makes ranks differ: its last ranks have less of a dimension that the
-    degree does not divide. Rank 0 never has less than another one.
+    Sharding by parameters (`shards_dim_0`) makes ranks differ: its last ranks have less of a dimension that the degree
+    does not divide. So does a place in a ring (`ranks_by_sequence_part`). Rank 0 never has less of the parameters than
+    another one.
     """
     if layout is None:
         return [RankClass(rank=0, count=1)], ()
-    if not any(getattr(strategy, "shards_dim_0", False) for strategy in strategies):
-        return [RankClass(rank=0, count=layout.world_size)], ()
-    sizes = {parameter.shape[0] for parameter in module.parameters() if parameter.dim()}
-    classes = [RankClass(rank=rank, count=count) for rank, count in layout.rank_classes(sizes)]
+    sizes: set[int] = set()
+    expert_sizes: set[int] = set()
+    if any(getattr(strategy, "shards_dim_0", False) for strategy in strategies):
+        sizes = {parameter.shape[0] for parameter in module.parameters() if parameter.dim()}
+        expert_sizes = {size // layout.ep for size in sizes if size % layout.ep == 0} if layout.ep > 1 else set()
+    in_ring = any(getattr(strategy, "ranks_by_sequence_part", False) for strategy in strategies)
+    found = layout.rank_classes(sizes, expert_sizes, sequence_parts=in_ring)
+    classes = [RankClass(rank=rank, count=count) for rank, count in found]
     if len(classes) <= TRACED_CLASSES:
         return classes, ()
     first, between, last = classes[0], classes[1:-1], classes[-1]
@@ -57,6 +62,7 @@ def distinct_ranks(
     note = (
         f"{others} ranks have shards of sizes between those of rank {first.rank} and rank {last.rank}; they are "
         f"counted as rank {first.rank}, which has the largest"
+        + (" (in a ring of context parallelism ranks differ by what they compute, too)" if in_ring else "")
     )
     return [RankClass(rank=first.rank, count=first.count + others), last], (note,)
 
