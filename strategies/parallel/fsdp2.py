@@ -10,6 +10,7 @@ Sources: torch/distributed/fsdp/_fully_shard; accelerate 1.15 utils/fsdp_utils.p
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,13 @@ class FSDP2(NoOpStrategy):
             fully_shard(module, reshard_after_forward=self.reshard_after_forward, **options)
         _keep_shards_as_they_are(module)
         return module
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Without torch's warning of results that are views, as local parts of DTensors are."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
+            yield
 
     def _reshard_unit(self) -> bool | int:
         return True if self.reshard_after_forward is None else self.reshard_after_forward

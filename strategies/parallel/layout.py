@@ -109,13 +109,13 @@ class Layout:
         """(first rank, count) of the ranks that hold the same bytes, first rank first.
 
         `sizes` are those of the dimensions that FSDP cuts, `expert_sizes` of those that it cuts over efsdp. With
-        `sequence_parts` the place on cp matters: see context_parallel.py.
+        `sequence_parts` the place on cp matters, whether it is the first, the last or between: context_parallel.py.
         """
         ranks = np.arange(self.world_size)
         kinds = [_shard_kind(ranks // self.tp % self.fsdp, self.fsdp, sizes)]
         kinds.append(_shard_kind(ranks // self.ep % self.efsdp, self.efsdp, expert_sizes))
         if sequence_parts:
-            kinds.append(ranks // self.tp % self.cp)
+            kinds.append(np.clip(ranks // self.tp % self.cp, 0, 1) + (ranks // self.tp % self.cp == self.cp - 1))
         _, firsts, counts = np.unique(np.stack(kinds), axis=1, return_index=True, return_counts=True)
         return sorted((int(first), int(count)) for first, count in zip(firsts, counts, strict=True))
 

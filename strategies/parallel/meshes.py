@@ -25,14 +25,17 @@ def data_parallel_mesh(layout: Layout) -> DeviceMesh:
 
     Shards over one rank with replicas are HSDP, too, as in torchtitan: the axis is there with degree 1.
     """
+    from torch.distributed.device_mesh import DeviceMesh
+
     mesh = layout_mesh(layout)
-    shards = "dp_shard"
-    if layout.cp > 1:
-        shards = _SHARDS if layout.dp_shard > 1 else "cp"
-        if shards == _SHARDS:
-            mesh["dp_shard", "cp"]._flatten(_SHARDS)
-    axes = ("dp_replicate", shards) if layout.dp_replicate > 1 else (shards,)
-    return mesh if mesh.mesh_dim_names == axes else mesh[axes]
+    shards = mesh["dp_shard"] if layout.cp == 1 else mesh["cp"]
+    if layout.cp > 1 and layout.dp_shard > 1:
+        shards = mesh["dp_shard", "cp"]._flatten(_SHARDS)
+    if layout.dp_replicate == 1:
+        return mesh if mesh.mesh_dim_names == shards.mesh_dim_names else shards
+    if layout.cp == 1:
+        return mesh["dp_replicate", "dp_shard"]
+    return DeviceMesh._concatenate([mesh["dp_replicate"], shards])
 
 
 def expert_mesh(layout: Layout) -> DeviceMesh:

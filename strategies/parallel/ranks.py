@@ -55,16 +55,25 @@ def distinct_ranks(
     in_ring = any(getattr(strategy, "ranks_by_sequence_part", False) for strategy in strategies)
     found = layout.rank_classes(sizes, expert_sizes, sequence_parts=in_ring)
     classes = [RankClass(rank=rank, count=count) for rank, count in found]
-    if len(classes) <= TRACED_CLASSES:
+    # In a ring the ranks between its ends take most: one of them is traced, too.
+    if len(classes) <= (2 * TRACED_CLASSES if in_ring else TRACED_CLASSES):
         return classes, ()
-    first, between, last = classes[0], classes[1:-1], classes[-1]
-    others = sum(other.count for other in between)
+    first, last = classes[0], classes[-1]
+    counted = next((one for one in classes if _is_inside_ring(layout, one)), first) if in_ring else first
+    kept = {one.rank: one.count for one in (first, last)}
+    kept[counted.rank] = counted.count
+    others = sum(one.count for one in classes if one.rank not in kept)
+    kept[counted.rank] += others
     note = (
         f"{others} ranks have shards of sizes between those of rank {first.rank} and rank {last.rank}; they are "
-        f"counted as rank {first.rank}, which has the largest"
-        + (" (in a ring of context parallelism ranks differ by what they compute, too)" if in_ring else "")
+        f"counted as rank {counted.rank}"
+        + (", which attends as ranks between the ends of a ring do" if in_ring else ", which has the largest")
     )
-    return [RankClass(rank=first.rank, count=first.count + others), last], (note,)
+    return [RankClass(rank=rank, count=count) for rank, count in sorted(kept.items())], (note,)
+
+
+def _is_inside_ring(layout: Layout, one: RankClass) -> bool:
+    return 0 < layout.coordinates(one.rank)["cp"] < layout.cp - 1
 
 
 def layout_notes(layout: Layout | None, step: StepSpec) -> tuple[str, ...]:

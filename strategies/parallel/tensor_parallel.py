@@ -119,14 +119,17 @@ class TensorParallel(NoOpStrategy):
 
         tp, kind = self.layout.tp, type(module).__name__
         if not hasattr(module, "_resolve_parallel_plans") or hasattr(module, "get_base_model"):
-            raise InputError(f"tp {tp}: {kind} is no model of transformers with a tp plan.")
+            raise InputError(
+                f"tp {tp}: {kind} is no model of transformers with a tp plan (adapters and other packages have none)."
+            )
         given = dict(one.split("=", 1) for one in self.plan) if self.plan else None
         if given:
             _check_plan(module, given)
         sizes = {"tp_size": tp, "fsdp_size": self.layout.fsdp, "ep_size": self.layout.ep}
         before = dict(module.tp_plan)
-        if given is not None:  # transformers merges a plan into the model's own; the given one is all there is
-            module._tp_plan = {}
+        # transformers merges a plan into the model's own; here the given one is all there is. Rules for modules that
+        # the model has not are left out, because transformers warns of them.
+        module._tp_plan = {} if given is not None else {name: before[name] for name in before if name in _paths(module)}
         try:
             plan, *_ = module._resolve_parallel_plans(DistributedConfig(**sizes, tp_plan=given))
         except ValueError as error:
@@ -192,17 +195,26 @@ def check_sequence(length: int, layout: Layout) -> None:
 
 def _check_plan(module: torch.nn.Module, plan: Mapping[str, str]) -> None:
     """Raise InputError for paths that name nothing and styles that transformers does not have."""
-    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-    modules = {replace_layer_number_by_wildcard(name): type(part).__name__ for name, part in module.named_modules()}
-    parameters = {replace_layer_number_by_wildcard(name) for name, _ in module.named_parameters()}
-    unknown = [name for name in plan if name not in modules and name not in parameters]
+    paths = _paths(module)
+    unknown = [name for name in plan if name not in paths]
     if unknown:
-        there = ", ".join(f"{name} ({modules[name]})" for name in modules if name and "." in name or name == "lm_head")
+        there = ", ".join(f"{name} ({kind})" for name, kind in paths.items() if kind is not None)
         raise InputError(f"tp_plan: {', '.join(unknown)} names no module of {type(module).__name__}. There are: {there}.")
     wrong = {style for style in plan.values() if style not in ALL_PARALLEL_STYLES}
     if wrong:
         raise InputError(f"tp_plan: no style {', '.join(sorted(wrong))}. Styles: {', '.join(ALL_PARALLEL_STYLES)}.")
+
+
+def _paths(module: torch.nn.Module) -> dict[str, str | None]:
+    """Class by path of a module that has parameters of its own, `*` for layer numbers; None for other paths."""
+    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard as generic
+
+    paths: dict[str, str | None] = {}
+    for name, part in module.named_modules():
+        paths[generic(name)] = type(part).__name__ if part._parameters else None
+    return {**paths, **{generic(name): None for name, _ in module.named_parameters()}}
 
 
 def _check_sizes(module: torch.nn.Module, plan: Mapping[str, str], tp: int) -> None:

@@ -4,6 +4,7 @@ Shares no code with metapeak.
 """
 
 import contextlib
+import functools
 import gc
 import os
 import socket
@@ -17,10 +18,10 @@ import torch.multiprocessing as mp
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from tests.agreement.distributed.cases import CASES, batch, blocks
+from tests.agreement.distributed.cases import CASES, blocks
 
 
 @dataclass
@@ -170,8 +171,10 @@ class _Watch(TorchDispatchMode):
                 dist.all_reduce(torch.zeros(1), group=group)  # see OneThread
         # A view makes no storage. One of a storage that nobody saw made is gloo's own: it reduces a clone of what is
         # to be reduce-scattered and splits that when it is waited for; NCCL needs none.
-        for leaf in [] if func.is_view else tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and not self.stays_on_host(leaf):
+        # (`to` and `contiguous` are marked as views, but copy where they have to.)
+        given = {id(storage) for storage in map(_storage, tree_leaves([args, kwargs]))} if func.is_view else set()
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and not self.stays_on_host(leaf) and id(_storage(leaf)) not in given:
                 self.add(leaf)
         self.note(str(func))
         return result
@@ -196,10 +199,14 @@ class _Watch(TorchDispatchMode):
             torch.UntypedStorage.resize_ = original
 
 
+def _storage(value):
+    return value.untyped_storage() if type(value) in (torch.Tensor, torch.nn.Parameter) else None
+
+
 def train(case, iterations=2) -> RankRun:
     """Two steps of a case as this rank."""
     model = _DISTRIBUTE[case.technique](case.build("cpu"), **case.options)
-    data = batch()
+    data, part_of = case.batch(), _PART_OF.get(case.technique, lambda data: data)
     watch = _Watch()
     for tensor in [*model.parameters(), *model.buffers(), *data.values()]:
         watch.add(getattr(tensor, "_local_tensor", tensor))
@@ -207,10 +214,11 @@ def train(case, iterations=2) -> RankRun:
     gc.collect()
     gc.disable()
     try:
-        with watch, watch.resizes(), torch.autograd.set_multithreading_enabled(False):
+        running = _RUNNING[case.technique](**case.options) if case.technique in _RUNNING else contextlib.nullcontext()
+        with running, watch, watch.resizes(), torch.autograd.set_multithreading_enabled(False):
             for iteration in range(1, iterations + 1):
                 watch.begin((iteration, "forward"))
-                loss = model(**data).loss
+                loss = model(**part_of(data)).loss
                 watch.begin((iteration, "backward"))
                 loss.backward()
                 loss = loss.detach()
@@ -282,13 +290,178 @@ def _ddp(model, **options):
     return DistributedDataParallel(model, broadcast_buffers=False, **options)
 
 
-def _tp(model):
+def _tp(model, sequence_parallel=False, loss_parallel=False):
+    from torch.distributed.tensor.parallel import parallelize_module
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+    mesh = _mesh("tp")
+    if sequence_parallel:
+        return parallelize_module(model, mesh, _torchtitan_plan(model, loss_parallel))
     plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=dist.get_world_size()))
-    apply_tensor_parallelism(model, _mesh("tp"), plan)
+    if loss_parallel:
+        del plan["lm_head.weight"], plan["lm_head"]
+        parallelize_module(model, mesh, {"lm_head": _head(loss_parallel)})
+    apply_tensor_parallelism(model, mesh, plan)
     return model
 
 
-_DISTRIBUTE = {"fsdp2": _fsdp2, "fsdp1": _fsdp1, "ddp": _ddp, "tp": _tp}
+def _torchtitan_plan(model, loss_parallel):
+    """torchtitan models/llama3/parallelize.py (apply_tp) with the names of transformers' Llama.
+
+    Parts of the sequence stay DTensors between modules, so that positions are those of the whole sequence.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    part = {"output_layouts": Shard(1), "use_local_output": False}
+    plan = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), **part),
+        "model.norm": SequenceParallel(),
+        "lm_head": _head(loss_parallel),
+    }
+    for layer in range(len(model.model.layers)):
+        block = f"model.layers.{layer}"
+        plan |= {
+            f"{block}.input_layernorm": SequenceParallel(),
+            f"{block}.self_attn": PrepareModuleInput(
+                input_kwarg_layouts={"hidden_states": Shard(1)},
+                desired_input_kwarg_layouts={"hidden_states": Replicate()},
+            ),
+            f"{block}.self_attn.q_proj": ColwiseParallel(),
+            f"{block}.self_attn.k_proj": ColwiseParallel(),
+            f"{block}.self_attn.v_proj": ColwiseParallel(),
+            f"{block}.self_attn.o_proj": RowwiseParallel(**part),
+            f"{block}.post_attention_layernorm": SequenceParallel(),
+            f"{block}.mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            f"{block}.mlp.gate_proj": ColwiseParallel(),
+            f"{block}.mlp.up_proj": ColwiseParallel(),
+            f"{block}.mlp.down_proj": RowwiseParallel(**part),
+        }
+    return plan
+
+
+def _head(loss_parallel):
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    return ColwiseParallel(
+        output_layouts=Shard(-1) if loss_parallel else Replicate(), use_local_output=not loss_parallel
+    )
+
+
+def _run_tp(sequence_parallel=False, loss_parallel=False):
+    from torch.distributed.tensor.parallel import loss_parallel as kept_apart
+
+    return kept_apart() if loss_parallel else contextlib.nullcontext()
+
+
+def _cp(model, rotation=None):
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+
+    _attach_context_parallel_hooks(model)
+    return _fsdp2(model)
+
+
+@contextlib.contextmanager
+def _run_cp(rotation="allgather"):
+    """torch's `context_parallel`, with kernels that the CPU has not: their results have the sizes of the GPU's."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    set_rotate_method(rotation)
+    original = torch.nn.functional.scaled_dot_product_attention
+    _efficient_attention_on_cpu()
+
+    @functools.wraps(original)  # torch replaces it by name
+    def efficient(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        run = torch.ops.aten._scaled_dot_product_efficient_attention
+        return run(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+    torch.nn.functional.scaled_dot_product_attention = efficient
+    nothing = torch.zeros(2 * dist.get_world_size())
+    try:
+        with context_parallel(_mesh("cp"), buffers=[nothing], buffer_seq_dims=[0]):
+            yield
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = original
+
+
+@functools.cache
+def _efficient_attention_on_cpu():
+    library = torch.library.Library("aten", "IMPL")
+    for name in ("_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"):
+        func = getattr(torch.ops.aten, name).default
+
+        def kernel(*args, func=func, **kwargs):
+            on_meta = [arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in args]
+            return tuple(
+                torch.empty_strided(one.shape, one.stride(), dtype=one.dtype).zero_() if one is not None else None
+                for one in func(*on_meta, **kwargs)
+            )
+
+        library.impl(name, kernel, "CPU")
+    return library
+
+
+def _part_of_sequence(data):
+    """Shifted labels and positions as the Hugging Face Trainer makes them, and this rank's part of everything."""
+    from torch.distributed.tensor.experimental._context_parallel._attention import _context_parallel_buffers
+    from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
+
+    labels = torch.nn.functional.pad(data["labels"], (0, 1), value=-100)
+    whole = {**data, "shift_labels": labels[:, 1:].contiguous()}
+    del labels
+    count, length = data["input_ids"].shape
+    whole["position_ids"] = torch.arange(length).expand(count, -1)
+    balancer = _HeadTailLoadBalancer(length, dist.get_world_size(), "cpu")
+    parts = _context_parallel_buffers(_mesh("cp"), list(whole.values()), [1] * len(whole), balancer)
+    return dict(zip(whole, parts))
+
+
+def _ep(model):
+    """transformers' own, with FSDP2 for what is no expert; every expert is chosen equally often."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    ranks = dist.get_world_size()
+    _, plan, _ = model._resolve_parallel_plans(DistributedConfig(fsdp_size=ranks, ep_size=ranks))
+    dense = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("fsdp", "tp"))
+    spread = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("efsdp", "ep"))
+    apply_expert_parallelism(model, spread["ep"], dense["tp"], plan)
+    for block in blocks(model):
+        fully_shard(block.mlp.experts, mesh=spread["efsdp"], reshard_after_forward=True)
+        block.mlp.experts.set_gradient_divide_factor(float(ranks))
+    for block in blocks(model):
+        fully_shard(block, mesh=dense["fsdp"])
+    return fully_shard(model, mesh=dense["fsdp"])
+
+
+@contextlib.contextmanager
+def _run_ep():
+    """Row i of n candidates chooses i * k + j mod n as its j-th of k: every expert is chosen equally often."""
+    original = torch.topk
+
+    def balanced(input, k, dim=-1):
+        values, indices = original(input, k, dim=dim)
+        with _disable_current_modes():
+            indices.data.copy_((torch.arange(indices.numel()) % input.shape[dim]).view(indices.shape))
+        return values, indices
+
+    torch.topk = balanced
+    try:
+        yield
+    finally:
+        torch.topk = original
+
+
+_DISTRIBUTE = {"fsdp2": _fsdp2, "fsdp1": _fsdp1, "ddp": _ddp, "tp": _tp, "cp": _cp, "ep": _ep}
+_RUNNING = {"tp": _run_tp, "cp": _run_cp, "ep": _run_ep}
+_PART_OF = {"cp": _part_of_sequence}
