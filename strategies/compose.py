@@ -17,7 +17,7 @@ from metapeak.strategies.optimizers import OptimizerMaker, check_optimizer, opti
 from metapeak.strategies.packages import for_package, optimised_only
 from metapeak.strategies.parallel.checkpoints import with_real_checkpoints
 from metapeak.strategies.parallel.ranks import distinct_ranks, distribution, layout_notes, layout_of, process_group_of
-from metapeak.strategies.parallel.tensor_parallel import sharded_and_whole_apart
+from metapeak.strategies.parallel.tensor_parallel import logits_parts, sharded_and_whole_apart
 from metapeak.strategies.parallel.unshared import not_shared
 from metapeak.strategies.precision import check_precision, precision_notes, training_loop
 from metapeak.strategies.presets import preset_notes
@@ -124,7 +124,9 @@ def simulate(
             liveness=liveness,
             allocator=allocator or DEFAULT_CONFIG,
             overheads=overheads(gpu, layout.groups if layout else ()),
-            not_shared=not_shared(graph, liveness, first.built.module) if layout else {},
+            not_shared=not_shared(graph, liveness, first.built.module, logits_parts=logits_parts(strategies))
+            if layout
+            else {},
         )
         _ = rank.reservation  # counted in the seconds of this stage
         traced.append((rank, graph, answered, workspaces))

@@ -216,7 +216,8 @@ SETTINGS = (
     Setting(name="tp", kind=int, default=None, help="degree of tensor parallelism, by the model's own plan; default 1"),
     Setting(
         name="tp_plan", kind=str, default=None, parse=tp_plan_of,
-        help="file (JSON or YAML) that maps paths of modules, * for layer numbers, to styles of transformers",
+        help="file (JSON or YAML) that maps paths of modules, * for layer numbers, to styles of transformers; "
+        "goes before the model's own rules",
     ),
     Setting(
         name="sequence_parallel", kind=bool, default=None,

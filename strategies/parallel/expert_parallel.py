@@ -72,7 +72,7 @@ class ExpertParallel(NoOpStrategy):
 
     def _check(self, module: torch.nn.Module) -> None:
         ep = self.layout.ep
-        if not getattr(module, "ep_plan", None):
+        if not getattr(module, "ep_plan", None) or hasattr(module, "get_base_model"):
             raise InputError(
                 f"ep {ep}: {type(module).__name__} has no expert parallel plan in transformers. It needs a mixture of "
                 "experts with base_model_ep_plan; adapters and models of other packages are not spread."
@@ -100,7 +100,9 @@ def _num_experts(module: torch.nn.Module) -> int:
     names = [name for name, style in module.ep_plan.items() if style == _DISPATCH]
     found = {part.num_experts for name, part in module.named_modules() if _matches(name, names)}
     if len(found) != 1:
-        raise InputError(f"ep: the experts of {type(module).__name__} are {sorted(found) or 'not found'}, not of a kind.")
+        raise InputError(
+            f"ep: the experts of {type(module).__name__} are {sorted(found) or 'not found'}, not of a kind."
+        )
     return found.pop()
 
 

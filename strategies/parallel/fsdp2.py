@@ -1,7 +1,7 @@
 """Fully sharded data parallelism of torch (FSDP2, `fully_shard`): ZeRO 3, or 2 without resharding.
 
-What it changes: parameters, gradients and optimizer states are sharded over `dp_shard` x `cp` ranks and gathered unit by
-unit; with `dp_replicate` the shards are replicated (HSDP). Experts that `ep` spreads are units of their own.
+What it changes: parameters, gradients and optimizer states are sharded over `dp_shard` x `cp` ranks and gathered unit
+by unit; with `dp_replicate` the shards are replicated (HSDP). Experts that `ep` spreads are units of their own.
 Where each byte comes from: torch's own `fully_shard` runs on the phantom GPU, as one rank of the world.
 Not modelled: streams that delay the reuse of freed buffers by the allocator.
 Sources: torch/distributed/fsdp/_fully_shard; accelerate 1.15 utils/fsdp_utils.py (fsdp2_prepare_model).
@@ -57,9 +57,12 @@ class FSDP2(NoOpStrategy):
         if isinstance(number, int) and not isinstance(number, bool):
             shards = self.layout.fsdp
             if not 1 < number < shards or shards % number:
+                ranks = f"dp_shard {self.layout.dp_shard}"
+                if self.layout.cp > 1:
+                    ranks += f" x cp {self.layout.cp} = {shards}"
                 raise InputError(
-                    f"reshard_after_forward is {number}, but has to be always, never or a divisor of dp_shard x cp = "
-                    f"{shards} other than 1 and {shards}."
+                    f"reshard_after_forward is {number}, but has to be always, never or a divisor of {ranks} "
+                    f"other than 1 and {shards}."
                 )
 
     @property

@@ -191,7 +191,7 @@ _INNER_OPTIONS = {
 
 
 def _check_inner_options(options: Mapping[str, Option], degrees: Mapping[str, int | None]) -> None:
-    """Raise InputError for an option of a degree that nobody asked for: nothing would read it. Degree 1 was asked for."""
+    """Raise InputError for an option of a degree that nobody gave: nothing would read it. Degree 1 was given."""
     for name, degree in _INNER_OPTIONS.items():
         if options[name].value and degrees[degree] is None:
             raise InputError(f"{name} belongs to {degree}; add {degree} and its degree.")

@@ -83,6 +83,7 @@ def layout_notes(layout: Layout | None, step: StepSpec) -> tuple[str, ...]:
     notes = [
         "the other ranks are not run: collectives take the memory of their buffers, and every rank has a full batch"
         + (", tensor-parallel ones the same" if layout.tp > 1 else "")
+        + (", context-parallel ones the same, a part of its sequence each" if layout.cp > 1 else "")
     ]
     if step.grad_accum > 1:
         notes.append(

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 from metapeak.tracer.blocks import block_names
 from metapeak.tracer.errors import InputError
 
+
 def apply_sequence_parallelism(
     module: torch.nn.Module, mesh: DeviceMesh, plan: Mapping[str, str], *, sharded_logits: str | None = None
 ) -> None:
@@ -103,8 +104,8 @@ def _between(module: torch.nn.Module, planned: Collection[str]) -> dict[str, Any
                 styles[name] = SequenceParallel()
             else:
                 raise InputError(
-                    f"sequence_parallel: {name} ({type(part).__name__}) has parameters, but is no norm and has no style "
-                    "in the plan, so it is not known what it does with a part of the sequence."
+                    f"sequence_parallel: {name} ({type(part).__name__}) has parameters, but is no norm and has no "
+                    "style in the plan, so it is not known what it does with a part of the sequence."
                 )
     return styles
 

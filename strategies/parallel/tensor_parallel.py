@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from metapeak.strategies.base import NoOpStrategy
+from metapeak.strategies.base import NoOpStrategy, Strategy
 from metapeak.strategies.parallel.layout import NO_LAYOUT, Layout
 from metapeak.strategies.parallel.meshes import layout_mesh
+from metapeak.strategies.parallel.unshared import replicated_note
 from metapeak.tracer.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel(NoOpStrategy):
-    """`plan` holds PATH=STYLE (`*` for layer numbers, styles of transformers); None takes the model's own."""
+    """`plan` holds PATH=STYLE (`*` for layer numbers, styles of transformers) and goes before the model's own rules for
+    the same paths; the others stay, as transformers has it (style replicate takes one away). None: the model's own.
+    """
 
     layout: Layout = NO_LAYOUT
     plan: tuple[str, ...] | None = None
@@ -56,7 +59,7 @@ class TensorParallel(NoOpStrategy):
         if self.layout.tp == 1:
             return module
         plan = self._resolved_plan(module)
-        _check_sizes(module, plan, self.layout.tp)
+        _check_sizes(module, plan, self.layout.tp, even=self.sequence_parallel)
         if self.loss_parallel:
             self._check_loss(module)
         return module
@@ -100,6 +103,22 @@ class TensorParallel(NoOpStrategy):
             return contextlib.nullcontext()
         return _loss_operators()
 
+    def notes(self, module: torch.nn.Module) -> tuple[str, ...]:
+        """What every rank has whole, and sizes of which the last rank has less."""
+        tp = self.layout.tp
+        if tp == 1:
+            return ()
+        plan = self._resolved_plan(module, experts=True)
+        whole = {id(one) for name, one in module.named_parameters() if not _is_cut(name, plan)}
+        said = list(replicated_note(module, whole, tp))
+        size = getattr(module.config.get_text_config(), "intermediate_size", None)
+        if isinstance(size, int) and size % tp:
+            said.append(
+                f"intermediate_size {size} / tp {tp} = {size / tp:.2f}: transformers gives the last rank a shorter "
+                "part; all are counted as the first, which has the longest"
+            )
+        return tuple(said)
+
     def assumptions(self) -> tuple[str, ...]:
         if self.layout.tp == 1:
             return ()
@@ -113,8 +132,8 @@ class TensorParallel(NoOpStrategy):
             said.append(f"logits and loss are cut over the vocabulary (1/{self.layout.tp} on a rank, loss_parallel)")
         return tuple(said)
 
-    def _resolved_plan(self, module: torch.nn.Module) -> dict[str, str]:
-        """Styles by concrete path of a module or parameter."""
+    def _resolved_plan(self, module: torch.nn.Module, *, experts: bool = False) -> dict[str, str]:
+        """Styles by concrete path of a module or parameter, with those of expert parallelism if asked for."""
         from transformers.distributed.configuration_utils import DistributedConfig
 
         tp, kind = self.layout.tp, type(module).__name__
@@ -127,16 +146,15 @@ class TensorParallel(NoOpStrategy):
             _check_plan(module, given)
         sizes = {"tp_size": tp, "fsdp_size": self.layout.fsdp, "ep_size": self.layout.ep}
         before = dict(module.tp_plan)
-        # transformers merges a plan into the model's own; here the given one is all there is. Rules for modules that
-        # the model has not are left out, because transformers warns of them.
-        module._tp_plan = {} if given is not None else {name: before[name] for name in before if name in _paths(module)}
+        # Rules for modules that the model has not are left out, because transformers warns of them.
+        module._tp_plan = {name: before[name] for name in before if name in _paths(module)}
         try:
-            plan, *_ = module._resolve_parallel_plans(DistributedConfig(**sizes, tp_plan=given))
+            plan, spread, _ = module._resolve_parallel_plans(DistributedConfig(**sizes, tp_plan=given))
         except ValueError as error:
             raise InputError(f"tp {tp}: {error}") from error
         finally:
             module._tp_plan = before
-        return plan
+        return plan | spread if experts else plan
 
     def _check_loss(self, module: torch.nn.Module) -> None:
         head = _head_name(module)
@@ -179,7 +197,9 @@ def tp_plan_of(text: str) -> tuple[str, ...]:
     except (ValueError, yaml.YAMLError) as error:
         raise InputError(f"tp_plan {text} cannot be read: {error}") from error
     if not isinstance(plan, Mapping) or not plan or not all(isinstance(style, str) for style in plan.values()):
-        raise InputError(f"tp_plan {text} has to map paths of modules to styles, as model.layers.*.mlp.up_proj: colwise.")
+        raise InputError(
+            f"tp_plan {text} has to map paths of modules to styles, as model.layers.*.mlp.up_proj: colwise."
+        )
     return tuple(f"{name}={style}" for name, style in plan.items())
 
 
@@ -201,7 +221,9 @@ def _check_plan(module: torch.nn.Module, plan: Mapping[str, str]) -> None:
     unknown = [name for name in plan if name not in paths]
     if unknown:
         there = ", ".join(f"{name} ({kind})" for name, kind in paths.items() if kind is not None)
-        raise InputError(f"tp_plan: {', '.join(unknown)} names no module of {type(module).__name__}. There are: {there}.")
+        raise InputError(
+            f"tp_plan: {', '.join(unknown)} names no module of {type(module).__name__}. There are: {there}."
+        )
     wrong = {style for style in plan.values() if style not in ALL_PARALLEL_STYLES}
     if wrong:
         raise InputError(f"tp_plan: no style {', '.join(sorted(wrong))}. Styles: {', '.join(ALL_PARALLEL_STYLES)}.")
@@ -217,12 +239,16 @@ def _paths(module: torch.nn.Module) -> dict[str, str | None]:
     return {**paths, **{generic(name): None for name, _ in module.named_parameters()}}
 
 
-def _check_sizes(module: torch.nn.Module, plan: Mapping[str, str], tp: int) -> None:
-    """Raise InputError, with the equation, for sizes that tp does not divide where the plan cuts them."""
+def _check_sizes(module: torch.nn.Module, plan: Mapping[str, str], tp: int, *, even: bool) -> None:
+    """Raise InputError, with the equation, for sizes that tp does not divide where the plan cuts them.
+
+    `even`: also for the width of feed-forward layers, of which transformers gives the last rank less.
+    """
     config = module.config.get_text_config()
     suffixes = {name.rpartition(".")[2] for name, style in plan.items() if style != "replicated_with_grad_allreduce"}
     cut = ["num_attention_heads", "num_key_value_heads"] if suffixes & _OF_ATTENTION else []
-    cut += ["intermediate_size", "moe_intermediate_size"] if suffixes & _OF_FEED_FORWARD else []
+    if suffixes & _OF_FEED_FORWARD:
+        cut += ["moe_intermediate_size", *(["intermediate_size"] if even else [])]
     for name in cut:
         size = getattr(config, name, None)
         if isinstance(size, int) and size % tp:
@@ -237,6 +263,18 @@ def _check_sizes(module: torch.nn.Module, plan: Mapping[str, str], tp: int) -> N
 # Last names of what plans cut along heads, and along the width between two layers.
 _OF_ATTENTION = {"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "q_b_proj", "kv_b_proj", "c_attn"}
 _OF_FEED_FORWARD = {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "fc1", "fc2", "c_fc"}
+
+
+# Styles of modules whose parameters every rank has whole.
+_WHOLE = {"replicated_with_grad_allreduce", "sequence_parallel", "replicate", "mla_kv_a_proj", "all_reduce"}
+
+
+def _is_cut(parameter: str, plan: Mapping[str, str]) -> bool:
+    """Whether the plan cuts a parameter: it names it in a style that does; a row-wise bias is added once, whole."""
+    style = plan.get(parameter)
+    return (
+        style is not None and style not in _WHOLE and not (style.startswith("rowwise") and parameter.endswith("bias"))
+    )
 
 
 def _head_name(module: torch.nn.Module) -> str | None:
@@ -273,6 +311,11 @@ def _separate_tied(module: torch.nn.Module) -> list[tuple[torch.nn.Module, str, 
                     torch.empty_like(parameter), requires_grad=parameter.requires_grad
                 )
     return separated
+
+
+def logits_parts(strategies: Sequence[Strategy]) -> int:
+    """Ranks over which logits stay cut along the vocabulary."""
+    return max([s.layout.tp for s in strategies if isinstance(s, TensorParallel) and s.loss_parallel], default=1)
 
 
 def sharded_and_whole_apart(make: Callable[[list], Any]) -> Callable[[list], Any]:

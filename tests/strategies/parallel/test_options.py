@@ -2,7 +2,9 @@
 
 import pytest
 
+from metapeak.strategies.parallel.context_parallel import ContextParallel
 from metapeak.strategies.parallel.ddp import DDP
+from metapeak.strategies.parallel.expert_parallel import ExpertParallel
 from metapeak.strategies.parallel.fsdp1 import FSDP1
 from metapeak.strategies.parallel.fsdp2 import FSDP2
 from metapeak.strategies.parallel.layout import Layout
@@ -37,6 +39,9 @@ def refusal(**values):
         ({"engine": "fsdp1", "dp_shard": 4}, [FSDP1]),
         ({"tp": 2}, [TensorParallel]),
         ({"tp": 2, "dp_shard": 4}, [TensorParallel, FSDP2]),
+        ({"cp": 2}, [ContextParallel, FSDP2]),
+        ({"tp": 2, "cp": 2, "ep": 4, "dp_shard": 2}, [TensorParallel, ExpertParallel, ContextParallel, FSDP2]),
+        ({"tp": 2, "ep": 2}, [TensorParallel, ExpertParallel]),
         ({"zero_stage": 3, "dp_shard": 8}, [FSDP2]),
     ],
 )
@@ -110,8 +115,6 @@ def test_presets_bring_their_units():
         ({"reduce_dtype": "fp32"}, "reduce_dtype belongs to engines fsdp1 and fsdp2, not to none"),
         ({"wrap": "blocks", "engine": "ddp", "dp_replicate": 2}, "wrap belongs to engines"),
         ({"pp": 2}, "pipeline parallelism is not predicted yet"),
-        ({"cp": 2, "dp_shard": 2}, "context parallelism is not predicted yet"),
-        ({"ep": 2, "dp_shard": 2}, "expert parallelism is not predicted yet"),
         ({"engine": "megatron", "tp": 2}, "engine megatron is not predicted yet"),
     ],
 )
