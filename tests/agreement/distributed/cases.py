@@ -109,7 +109,10 @@ def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`technique` is fsdp2, fsdp1, ddp, tp, cp or ep; `options` are its options in metapeak's words."""
+    """`technique` is fsdp2, fsdp1, ddp, tp, cp or ep; `options` are its options in metapeak's words.
+
+    With `degree` in them FSDP2 shards over the ranks that remain.
+    """
 
     name: str
     technique: str
@@ -159,5 +162,14 @@ CASES = {
             options={"rotation": "alltoall"},
         ),
         Case(name="ep", technique="ep", build=experts),
+        # With four ranks two of them hold the same part of the model, sharded between them.
+        Case(
+            name="tp x fsdp2",
+            technique="tp",
+            build=for_sequence_parallel,
+            options={"degree": 2, "sequence_parallel": True, "loss_parallel": True},
+        ),
+        Case(name="cp x fsdp2", technique="cp", build=for_context_parallel, batch=long_batch, options={"degree": 2}),
+        Case(name="ep x fsdp2", technique="ep", build=experts, options={"degree": 2}),
     )
 }

@@ -206,7 +206,7 @@ def _storage(value):
 def train(case, iterations=2) -> RankRun:
     """Two steps of a case as this rank."""
     model = _DISTRIBUTE[case.technique](case.build("cpu"), **case.options)
-    data, part_of = case.batch(), _PART_OF.get(case.technique, lambda data: data)
+    data, part_of = case.batch(), _PART_OF.get(case.technique, lambda data, **options: data)
     watch = _Watch()
     for tensor in [*model.parameters(), *model.buffers(), *data.values()]:
         watch.add(getattr(tensor, "_local_tensor", tensor))
@@ -218,7 +218,7 @@ def train(case, iterations=2) -> RankRun:
         with running, watch, watch.resizes(), torch.autograd.set_multithreading_enabled(False):
             for iteration in range(1, iterations + 1):
                 watch.begin((iteration, "forward"))
-                loss = model(**part_of(data)).loss
+                loss = model(**part_of(data, **case.options)).loss
                 watch.begin((iteration, "backward"))
                 loss.backward()
                 loss = loss.detach()
@@ -242,19 +242,30 @@ def _optimizer(parameters):
 
 
 def _mesh(axis):
+    return _meshes(**{axis: dist.get_world_size()})
+
+
+@functools.cache
+def _meshes(**degrees):
+    """A mesh with these axes; the same one for the same axes."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(axis,))
+    return init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+
+
+def _with_shards(axis, degree):
+    """A mesh of dp_shard and another axis over all ranks."""
+    return _meshes(dp_shard=dist.get_world_size() // degree, **{axis: degree})
 
 
 def _dtypes(names):
     return {name: getattr(torch, dtype) for name, dtype in names.items()}
 
 
-def _fsdp2(model, reshard_after_forward=None, **dtypes):
+def _fsdp2(model, reshard_after_forward=None, mesh=None, **dtypes):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    options = {"mesh": _mesh("dp_shard"), "mp_policy": MixedPrecisionPolicy(**_dtypes(dtypes))}
+    options = {"mesh": mesh or _mesh("dp_shard"), "mp_policy": MixedPrecisionPolicy(**_dtypes(dtypes))}
     if reshard_after_forward is not None:
         options["reshard_after_forward"] = reshard_after_forward
     for block in blocks(model):
@@ -290,14 +301,15 @@ def _ddp(model, **options):
     return DistributedDataParallel(model, broadcast_buffers=False, **options)
 
 
-def _tp(model, sequence_parallel=False, loss_parallel=False):
+def _tp(model, sequence_parallel=False, loss_parallel=False, degree=None):
     from torch.distributed.tensor.parallel import parallelize_module
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    mesh = _mesh("tp")
+    mesh = _mesh("tp") if degree is None else _with_shards("tp", degree)["tp"]
     if sequence_parallel:
-        return parallelize_module(model, mesh, _torchtitan_plan(model, loss_parallel))
+        parallelize_module(model, mesh, _torchtitan_plan(model, loss_parallel))
+        return model if degree is None else _fsdp2(model, mesh=_with_shards("tp", degree)["dp_shard"])
     plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=dist.get_world_size()))
     if loss_parallel:
         del plan["lm_head.weight"], plan["lm_head"]
@@ -355,21 +367,25 @@ def _head(loss_parallel):
     )
 
 
-def _run_tp(sequence_parallel=False, loss_parallel=False):
+def _run_tp(sequence_parallel=False, loss_parallel=False, degree=None):
     from torch.distributed.tensor.parallel import loss_parallel as kept_apart
 
     return kept_apart() if loss_parallel else contextlib.nullcontext()
 
 
-def _cp(model, rotation=None):
+def _cp_mesh(degree):
+    return _with_shards("cp", degree or dist.get_world_size())
+
+
+def _cp(model, rotation=None, degree=None):
     from accelerate.big_modeling import _attach_context_parallel_hooks
 
     _attach_context_parallel_hooks(model)
-    return _fsdp2(model)
+    return _fsdp2(model, mesh=_cp_mesh(degree)["dp_shard", "cp"]._flatten("dp_shard_cp"))
 
 
 @contextlib.contextmanager
-def _run_cp(rotation="allgather"):
+def _run_cp(rotation="allgather", degree=None):
     """torch's `context_parallel`, with kernels that the CPU has not: their results have the sizes of the GPU's."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -386,7 +402,7 @@ def _run_cp(rotation="allgather"):
     torch.nn.functional.scaled_dot_product_attention = efficient
     nothing = torch.zeros(2 * dist.get_world_size())
     try:
-        with context_parallel(_mesh("cp"), buffers=[nothing], buffer_seq_dims=[0]):
+        with context_parallel(_cp_mesh(degree)["cp"], buffers=[nothing], buffer_seq_dims=[0]):
             yield
     finally:
         torch.nn.functional.scaled_dot_product_attention = original
@@ -409,7 +425,7 @@ def _efficient_attention_on_cpu():
     return library
 
 
-def _part_of_sequence(data):
+def _part_of_sequence(data, rotation=None, degree=None):
     """Shifted labels and positions as the Hugging Face Trainer makes them, and this rank's part of everything."""
     from torch.distributed.tensor.experimental._context_parallel._attention import _context_parallel_buffers
     from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
@@ -419,33 +435,32 @@ def _part_of_sequence(data):
     del labels
     count, length = data["input_ids"].shape
     whole["position_ids"] = torch.arange(length).expand(count, -1)
-    balancer = _HeadTailLoadBalancer(length, dist.get_world_size(), "cpu")
-    parts = _context_parallel_buffers(_mesh("cp"), list(whole.values()), [1] * len(whole), balancer)
+    mesh = _cp_mesh(degree)["cp"]
+    balancer = _HeadTailLoadBalancer(length, mesh.size(), "cpu")
+    parts = _context_parallel_buffers(mesh, list(whole.values()), [1] * len(whole), balancer)
     return dict(zip(whole, parts))
 
 
-def _ep(model):
-    """transformers' own, with FSDP2 for what is no expert; every expert is chosen equally often."""
-    from torch.distributed.device_mesh import init_device_mesh
+def _ep(model, degree=None):
+    """transformers' own, with FSDP2 for what is no expert."""
     from torch.distributed.fsdp import fully_shard
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     ranks = dist.get_world_size()
-    _, plan, _ = model._resolve_parallel_plans(DistributedConfig(fsdp_size=ranks, ep_size=ranks))
-    dense = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("fsdp", "tp"))
-    spread = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("efsdp", "ep"))
+    degree = degree or ranks
+    _, plan, _ = model._resolve_parallel_plans(DistributedConfig(fsdp_size=ranks, ep_size=degree))
+    dense, spread = _meshes(fsdp=ranks, tp=1), _meshes(efsdp=ranks // degree, ep=degree)
     apply_expert_parallelism(model, spread["ep"], dense["tp"], plan)
     for block in blocks(model):
         fully_shard(block.mlp.experts, mesh=spread["efsdp"], reshard_after_forward=True)
         block.mlp.experts.set_gradient_divide_factor(float(ranks))
-    for block in blocks(model):
-        fully_shard(block, mesh=dense["fsdp"])
-    return fully_shard(model, mesh=dense["fsdp"])
+        block.mlp.experts.set_force_sum_reduction_for_comms(degree < ranks)
+    return _fsdp2(model, mesh=dense["fsdp"])
 
 
 @contextlib.contextmanager
-def _run_ep():
+def _run_ep(degree=None):
     """Row i of n candidates chooses i * k + j mod n as its j-th of k: every expert is chosen equally often."""
     original = torch.topk
 

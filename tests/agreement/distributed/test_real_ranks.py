@@ -23,16 +23,21 @@ _STRATEGIES = {
     "fsdp2": lambda ranks, **options: [FSDP2(layout=Layout(dp_shard=ranks), **options)],
     "fsdp1": lambda ranks, **options: [FSDP1(layout=Layout(dp_shard=ranks), **options)],
     "ddp": lambda ranks, **options: [DDP(layout=Layout(dp_replicate=ranks), **options)],
-    "tp": lambda ranks, **options: [TensorParallel(layout=Layout(tp=ranks), **options)],
-    "cp": lambda ranks, **options: [
-        ContextParallel(layout=Layout(cp=ranks), **options),
-        FSDP2(layout=Layout(cp=ranks)),
-    ],
-    "ep": lambda ranks, **options: [
-        ExpertParallel(layout=Layout(dp_shard=ranks, ep=ranks), **options),
-        FSDP2(layout=Layout(dp_shard=ranks, ep=ranks)),
-    ],
+    "tp": lambda ranks, **options: with_fsdp2(TensorParallel, ranks, "tp", **options),
+    "cp": lambda ranks, **options: with_fsdp2(ContextParallel, ranks, "cp", **{"degree": ranks, **options}),
+    "ep": lambda ranks, **options: with_fsdp2(ExpertParallel, ranks, "ep", **{"degree": ranks, **options}),
 }
+
+
+def with_fsdp2(strategy, ranks, axis, degree=None, **options):
+    """The strategy of that degree, of all ranks alone if none is given; else FSDP2 shards over what remains."""
+    if degree is None:
+        return [strategy(layout=Layout(**{axis: ranks}), **options)]
+    shards = ranks if axis == "ep" else ranks // degree
+    layout = Layout(**{"dp_shard": shards, axis: degree})
+    return [strategy(layout=layout, **options), FSDP2(layout=layout)]
+
+
 # One of each mechanism; the others, and four ranks, are slow.
 _DEFAULT = ("fsdp2, bf16, checkpointing", "fsdp1", "ddp", "tp", "tp, sequence and loss", "cp", "ep")
 
