@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from metapeak.strategies.base import NoOpStrategy
 from metapeak.strategies.parallel.layout import NO_LAYOUT, Layout
 from metapeak.strategies.parallel.meshes import expert_data_parallel_mesh, expert_mesh, same_batch_mesh
+from metapeak.strategies.parallel.plans import parallel_plans
 from metapeak.tracer.errors import InputError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class ExpertParallel(NoOpStrategy):
 
         if self.layout.ep == 1:
             return module
-        plan = _expert_plan(module, self.layout)
+        _, plan = parallel_plans(module, self.layout)
         return apply_expert_parallelism(module, expert_mesh(self.layout)["ep"], same_batch_mesh(self.layout), plan)
 
     def running(self) -> AbstractContextManager[Any]:
@@ -110,15 +111,6 @@ def _matches(name: str, patterns: list[str]) -> bool:
     from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
     return replace_layer_number_by_wildcard(name) in patterns
-
-
-def _expert_plan(module: torch.nn.Module, layout: Layout) -> dict[str, str]:
-    """transformers' plan for the experts, one entry a module or parameter."""
-    from transformers.distributed.configuration_utils import DistributedConfig
-
-    # Its axes of data are those of FSDP here, context parallelism included.
-    config = DistributedConfig(tp_size=layout.tp, fsdp_size=layout.fsdp, ep_size=layout.ep)
-    return module._resolve_parallel_plans(config)[1]
 
 
 def expert_modules(module: torch.nn.Module) -> list[torch.nn.Module]:

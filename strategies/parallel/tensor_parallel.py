@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from metapeak.strategies.base import NoOpStrategy, Strategy
 from metapeak.strategies.parallel.layout import NO_LAYOUT, Layout
 from metapeak.strategies.parallel.meshes import layout_mesh
+from metapeak.strategies.parallel.plans import parallel_plans, paths
 from metapeak.strategies.parallel.unshared import replicated_note
 from metapeak.tracer.errors import InputError
 
@@ -134,8 +135,6 @@ class TensorParallel(NoOpStrategy):
 
     def _resolved_plan(self, module: torch.nn.Module, *, experts: bool = False) -> dict[str, str]:
         """Styles by concrete path of a module or parameter, with those of expert parallelism if asked for."""
-        from transformers.distributed.configuration_utils import DistributedConfig
-
         tp, kind = self.layout.tp, type(module).__name__
         if not hasattr(module, "_resolve_parallel_plans") or hasattr(module, "get_base_model"):
             raise InputError(
@@ -144,16 +143,10 @@ class TensorParallel(NoOpStrategy):
         given = dict(one.split("=", 1) for one in self.plan) if self.plan else None
         if given:
             _check_plan(module, given)
-        sizes = {"tp_size": tp, "fsdp_size": self.layout.fsdp, "ep_size": self.layout.ep}
-        before = dict(module.tp_plan)
-        # Rules for modules that the model has not are left out, because transformers warns of them.
-        module._tp_plan = {name: before[name] for name in before if name in _paths(module)}
         try:
-            plan, spread, _ = module._resolve_parallel_plans(DistributedConfig(**sizes, tp_plan=given))
+            plan, spread = parallel_plans(module, self.layout, given)
         except ValueError as error:
             raise InputError(f"tp {tp}: {error}") from error
-        finally:
-            module._tp_plan = before
         return plan | spread if experts else plan
 
     def _check_loss(self, module: torch.nn.Module) -> None:
@@ -217,26 +210,16 @@ def _check_plan(module: torch.nn.Module, plan: Mapping[str, str]) -> None:
     """Raise InputError for paths that name nothing and styles that transformers does not have."""
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-    paths = _paths(module)
-    unknown = [name for name in plan if name not in paths]
+    there_are = paths(module)
+    unknown = [name for name in plan if name not in there_are]
     if unknown:
-        there = ", ".join(f"{name} ({kind})" for name, kind in paths.items() if kind is not None)
+        there = ", ".join(f"{name} ({kind})" for name, kind in there_are.items() if kind is not None)
         raise InputError(
             f"tp_plan: {', '.join(unknown)} names no module of {type(module).__name__}. There are: {there}."
         )
     wrong = {style for style in plan.values() if style not in ALL_PARALLEL_STYLES}
     if wrong:
         raise InputError(f"tp_plan: no style {', '.join(sorted(wrong))}. Styles: {', '.join(ALL_PARALLEL_STYLES)}.")
-
-
-def _paths(module: torch.nn.Module) -> dict[str, str | None]:
-    """Class by path of a module that has parameters of its own, `*` for layer numbers; None for other paths."""
-    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard as generic
-
-    paths: dict[str, str | None] = {}
-    for name, part in module.named_modules():
-        paths[generic(name)] = type(part).__name__ if part._parameters else None
-    return {**paths, **{generic(name): None for name, _ in module.named_parameters()}}
 
 
 def _check_sizes(module: torch.nn.Module, plan: Mapping[str, str], tp: int, *, even: bool) -> None:
