@@ -55,6 +55,7 @@ def with_engine(options: Mapping[str, Option]) -> dict[str, Option]:
 def with_parallel_precision(options: Mapping[str, Option]) -> dict[str, Option]:
     """`options` with what their engine makes of a mixed precision. Raises InputError for another engine's options."""
     options = dict(options)
+    _check_loss_and_kernels(options)
     engine = options["engine"].value
     given = [name for name in _FSDP_OPTIONS if options[name].value is not None]
     if given and engine not in SHARDED_ENGINES:
@@ -175,6 +176,11 @@ def _check_degrees(options: Mapping[str, Option]) -> None:
             f"engine {engine} with cp {values['cp']}: gradients of the parts of a sequence are summed by FSDP2, which "
             "shards over dp_shard x cp ranks (accelerate and torchtitan take no other). Use engine fsdp2."
         )
+    if engine == "ddp" and (values["tp"] or 1) > 1:
+        raise InputError(
+            "engine ddp with tp: DistributedDataParallel takes no DTensors (torchtitan refuses it, too). Use engine "
+            "fsdp2, which replicates shards with dp_replicate."
+        )
     if engine not in ("none", "fsdp2") and (values["ep"] or 1) > 1:
         raise InputError(f"engine {engine} with ep {values['ep']}: transformers shards spread experts by FSDP2 alone.")
     _check_inner_options(options, values)
@@ -195,6 +201,18 @@ def _check_inner_options(options: Mapping[str, Option], degrees: Mapping[str, in
     for name, degree in _INNER_OPTIONS.items():
         if options[name].value and degrees[degree] is None:
             raise InputError(f"{name} belongs to {degree}; add {degree} and its degree.")
+
+
+def _check_loss_and_kernels(options: Mapping[str, Option]) -> None:
+    """Raise InputError for a loss or kernels that would get DTensors, or labels without their neighbours."""
+    for name, degree in (("sequence_parallel", "tp"), ("loss_parallel", "tp"), ("cp", "cp")):
+        if not options[name].value or (options[degree].value or 1) == 1:
+            continue
+        for other in ("loss", "kernels"):
+            given = options[other].value
+            if given:
+                given = given if isinstance(given, str) else ",".join(given)
+                raise InputError(f"{name} with {other} {given}: predicted with the model's own loss and kernels alone.")
 
 
 def _mixed_precision(options: dict[str, Option]) -> None:

@@ -115,6 +115,12 @@ def test_presets_bring_their_units():
         ({"reduce_dtype": "fp32"}, "reduce_dtype belongs to engines fsdp1 and fsdp2, not to none"),
         ({"wrap": "blocks", "engine": "ddp", "dp_replicate": 2}, "wrap belongs to engines"),
         ({"pp": 2}, "pipeline parallelism is not predicted yet"),
+        ({"tp": 2, "dp_replicate": 2}, "engine ddp with tp: DistributedDataParallel takes no DTensors"),
+        ({"ep": 2, "dp_replicate": 2}, "engine ddp with ep 2"),
+        ({"cp": 2, "engine": "fsdp1"}, "engine fsdp1 with cp 2"),
+        ({"cp": 2, "loss": "chunked:4"}, "cp with loss chunked:4"),
+        ({"tp": 2, "sequence_parallel": True, "kernels": "fused-rmsnorm"}, "sequence_parallel with kernels"),
+        ({"tp_plan": "lm_head=replicate"}, "tp_plan belongs to tp"),
         ({"engine": "megatron", "tp": 2}, "engine megatron is not predicted yet"),
     ],
 )
