@@ -5,8 +5,8 @@ process group without peers. What is predicted comes from there, so these tests 
 
 Second truth, small real runs: two or four processes on this machine's CPU with gloo between them train tiny models
 under the same library, and every storage of each process is watched by weak references and by a hook on
-`UntypedStorage.resize_` (real_ranks.py, which shares no code with metapeak). Live bytes of a rank have to equal the
-prediction for that rank at the end of every phase, and so does the peak of every phase.
+`UntypedStorage.resize_` (real_ranks.py and real_techniques.py, which share no code with metapeak). Live bytes of a rank
+have to equal the prediction for that rank at the end of every phase, and so does the peak of every phase.
 
 What gloo does and NCCL does not, and how the comparison keeps it out:
 * its thread lets go of a collective's tensors a little after the caller goes on: one thread, and a second collective
