@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -27,9 +28,10 @@ class Strategy(Protocol):
     `check` refuses impossible combinations before the trace (raises InputError with the rule). `prepare` changes the
     real module on meta before the trace, with the real library, and returns the module to train: the same one, or a
     wrapper around it as a script would hold; `loss_function` may wrap the function of (model, batch) that computes the
-    loss. `distribute` shards the module on the device, as one rank of the layout, and returns what trains. `rewrite`
-    changes the liveness of one rank after the trace; the graph it came from is there to be read. `engine`, where it is
-    not None, makes what trains in place of the plain loop (tracer/engine.py).
+    loss. `distribute` shards the module on the device, as one rank of the layout, and returns what trains; `running`
+    is in force from then until the last step is over. `rewrite` changes the liveness of one rank after the trace; the graph
+    it came from is there to be read. `engine`, where it is not None, makes what trains in place of the plain loop
+    (tracer/engine.py).
     `assumptions` are sentences that every report prints, `notes` those that the prepared module gives rise to,
     `remarks` those of the recorded step. `resolved` are options whose value only the prepared module shows; what the
     user gave wins over them. A strategy computes no total and prints nothing.
@@ -56,6 +58,8 @@ class Strategy(Protocol):
     def loss_function(self, inner: Callable[..., Any]) -> Callable[..., Any]: ...
 
     def distribute(self, module: torch.nn.Module) -> torch.nn.Module: ...
+
+    def running(self) -> AbstractContextManager[Any]: ...
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness: ...
 
@@ -91,6 +95,9 @@ class NoOpStrategy:
 
     def distribute(self, module: torch.nn.Module) -> torch.nn.Module:
         return module
+
+    def running(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness:
         return liveness

@@ -37,7 +37,7 @@ from metapeak.strategies.parallel.ranks import (
     process_group_of,
 )
 from metapeak.strategies.parallel.shard_sizes import can_differ_in_shards_alone, graph_of_rank
-from metapeak.strategies.parallel.tensor_parallel import sharded_and_whole_apart
+from metapeak.strategies.parallel.tensor_parallel import logits_parts, sharded_and_whole_apart
 from metapeak.strategies.parallel.unshared import not_shared
 from metapeak.strategies.precision import check_precision, precision_notes, training_loop
 from metapeak.strategies.presets import preset_notes
@@ -151,7 +151,9 @@ def simulate(
         # Workspaces last: what the rewritten step runs again takes its workspace again.
         workspaces = KernelWorkspaces.of(graph, device_of(gpu))
         liveness = workspaces.added_to(liveness)
-        not_shared_here = not_shared(graph, liveness, first.built.module) if layout else {}
+        shared = layout is not None
+        parts = logits_parts(strategies)
+        not_shared_here = not_shared(graph, liveness, first.built.module, logits_parts=parts) if shared else {}
         if later is not None:
             liveness = lived_on(liveness, later, KernelWorkspaces.of(later, device_of(gpu)))
         if life.load is not None:
@@ -264,7 +266,7 @@ def _trace(prepared: _Prepared, step: StepSpec, strategies, layout, rank: int, p
     if step.optimizer.master_weights:
         make = with_master_weights(make, prepared.module)
     make = optimised_only(prepared.built.package, make, prepared.module)
-    with _around(prepared, layout, rank):
+    with _around(prepared, strategies, layout, rank):
         return record_training_step(
             prepared.module,
             prepared.tensors,
@@ -294,7 +296,7 @@ def _trace_life(life: Lifecycle, prepared: _Prepared, resolved, step: StepSpec, 
     from metapeak.tracer.life import record_life
 
     batch = _batch(prepared.built, resolved, replace(step, batch_size=life.sequences))[0]
-    with _around(prepared, layout, rank):
+    with _around(prepared, strategies, layout, rank):
         return record_life(
             prepared.module,
             life.life(),
@@ -309,12 +311,17 @@ def _trace_life(life: Lifecycle, prepared: _Prepared, resolved, step: StepSpec, 
 
 
 @contextlib.contextmanager
-def _around(prepared: _Prepared, layout, rank: int) -> Iterator[None]:
-    """What a recording of the prepared module runs in: its attention, and the process group of its rank."""
+def _around(prepared: _Prepared, strategies: Sequence[Strategy], layout, rank: int) -> Iterator[None]:
+    """What a recording of the prepared module runs in: its attention, its strategies, and its rank's process group."""
     from metapeak.tracer.attention import attention_choice
     from metapeak.tracer.flash_attention import flash_attention_2_available
 
-    with attention_choice(prepared.choice), flash_attention_2_available(), process_group_of(layout, rank):
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(attention_choice(prepared.choice))
+        inside.enter_context(flash_attention_2_available())
+        inside.enter_context(process_group_of(layout, rank))
+        for strategy in strategies:
+            inside.enter_context(strategy.running())
         yield
 
 

@@ -17,7 +17,9 @@ from metapeak.strategies.lora import ADAPTER_DTYPES, BIASES, parse_targets
 from metapeak.strategies.loss import LOSSES
 from metapeak.strategies.methods import METHODS
 from metapeak.strategies.optimizers import IMPLEMENTATIONS
+from metapeak.strategies.parallel.context_parallel import ROTATIONS
 from metapeak.strategies.parallel.options import ENGINES, parse_reshard, with_engine, with_parallel_precision
+from metapeak.strategies.parallel.tensor_parallel import tp_plan_of
 from metapeak.strategies.parallel.units import UPCASTS
 from metapeak.strategies.parallel.zero.options import OFFLOAD_DEVICES, TRUTHS, elements_of
 from metapeak.strategies.precision import AUTOCAST_REGIONS, PRECISIONS
@@ -227,9 +229,32 @@ SETTINGS = (
     Setting(name="dp_replicate", kind=int, default=None, help="replicas of the model, or of its shards; default 1"),
     Setting(name="dp_shard", kind=int, default=None, help="ranks that parameters are sharded over; default 1"),
     Setting(name="tp", kind=int, default=None, help="degree of tensor parallelism, by the model's own plan; default 1"),
+    Setting(
+        name="tp_plan", kind=str, default=None, parse=tp_plan_of,
+        help="file (JSON or YAML) that maps paths of modules, * for layer numbers, to styles of transformers; "
+        "goes before the model's own rules",
+    ),
+    Setting(
+        name="sequence_parallel", kind=bool, default=None,
+        help="with tp: norms and residuals on a part of the sequence, as torchtitan",
+    ),
+    Setting(
+        name="loss_parallel", kind=bool, default=None, help="with tp: logits stay sharded over the vocabulary",
+    ),
     Setting(name="pp", kind=int, default=None, help="degree of pipeline parallelism; default 1"),
-    Setting(name="cp", kind=int, default=None, help="degree of context parallelism; default 1"),
-    Setting(name="ep", kind=int, default=None, help="degree of expert parallelism; default 1"),
+    Setting(name="cp", kind=int, default=None, help="degree of context parallelism (ring attention); default 1"),
+    Setting(
+        name="cp_rotation", kind=str, default=None, choices=ROTATIONS,
+        help="how keys and values travel with cp; default allgather, as torch and accelerate",
+    ),
+    Setting(
+        name="ep", kind=int, default=None,
+        help="degree of expert parallelism, over ranks of dp_shard x cp x tp; default 1",
+    ),
+    Setting(
+        name="expert_load_skew", kind=float, default=None,
+        help="with ep: tokens of the traced rank's experts over the mean; default 1",
+    ),
     Setting(name="cpu_offload", kind=bool, default=None, help="shards and optimizer on the host"),
     Setting(
         name="reshard_after_forward", kind=str, default=None, parse=reshard_text,

@@ -148,6 +148,7 @@ def scaled_dot_product_attention(
         attn_mask = torch.where(attn_mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype, device=query.device))
     kernel = choose_kernel(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if kernel is AttentionKernel.MATH:
+        _refuse_math_in_a_ring(query, key, attn_mask, is_causal, enable_gqa)
         return aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
@@ -157,6 +158,7 @@ def scaled_dot_product_attention(
         scale = 1 / math.sqrt(head_dim) if scale is None else scale
         output = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
         return output[..., :head_dim] if output.size(-1) != head_dim else output
+    _refuse_padded_statistics_in_a_ring(query, kernel)
     needs_statistics = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     if kernel is AttentionKernel.CUDNN:
         return aten._scaled_dot_product_cudnn_attention(
@@ -167,6 +169,43 @@ def scaled_dot_product_attention(
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, needs_statistics, dropout_p, is_causal, scale=scale
     )[0]
+
+
+def _refuse_math_in_a_ring(query, key, attn_mask, is_causal: bool, enable_gqa: bool) -> None:
+    """Context parallelism passes DTensors: the math path has no ring.
+
+    Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py (_sdpa_handler).
+    """
+    if type(query).__name__ != "DTensor":
+        return
+    why = (
+        _refuses_flash(query, key, key, attn_mask, is_causal, enable_gqa),
+        _refuses_efficient(query, key, key, attn_mask, enable_gqa),
+    )
+    raise InputError(
+        "context parallelism covers flash, memory-efficient and cuDNN attention, but here CUDA would run none of them: "
+        f"{why[0]}; {why[1]}."
+    )
+
+
+# Rows that the memory-efficient kernel pads its statistics to. Source: mem_eff_attention/kernel_forward.h (kAlignLSE).
+_ALIGNED_STATISTICS = 32
+
+
+def _refuse_padded_statistics_in_a_ring(query, kernel: AttentionKernel) -> None:
+    """torch's ring attention merges results by their statistics, which have to be of one length.
+
+    Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py (_SDPAMerger._merge_one).
+    """
+    if type(query).__name__ != "DTensor" or kernel is not AttentionKernel.EFFICIENT:
+        return
+    length, chunks = query.size(-2), 2 * query.device_mesh.size()
+    if length % (chunks * _ALIGNED_STATISTICS):
+        raise InputError(
+            f"context parallelism with memory-efficient attention: seq_len {length} / (2 x cp {chunks // 2}) = "
+            f"{length / chunks:g} is no multiple of {_ALIGNED_STATISTICS}, to which the kernel pads row statistics; "
+            "torch's ring attention fails to merge them."
+        )
 
 
 def pad_last_dim(tensor, alignment: int):

@@ -104,6 +104,13 @@ def to_copy(mode, func, args, kwargs):
     return values.to(dtype=kwargs.get("dtype") or values.dtype, copy=True)
 
 
+@handles(aten.to.device, aten.to.other, aten.to.dtype_layout)
+def to_below_autograd(mode, func, args, kwargs):
+    """`.to` inside a handler of DTensor arrives whole, because autograd has been passed: it is its parts here, too."""
+    with mode._again():
+        return func.decompose(*args, **kwargs)
+
+
 # -- sizes that depend on values ---------------------------------------------------------------------------------------
 
 

@@ -189,7 +189,7 @@ class TrainingLoop:
             scaler.unscale_(optimizer)
             owners = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             # CUDA's default; asked for, because it is decided by the type of the gradients.
-            torch.nn.utils.clip_grad_norm_(owners, self.max_grad_norm, foreach=True)
+            _clip_norm(owners, self.max_grad_norm)
         scaler.step(optimizer)
         scaler.update()
 
@@ -289,3 +289,24 @@ def autocast_forward(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[Non
             del model.forward
         else:
             model.forward = before
+
+
+def _clip_norm(owners: list[torch.Tensor], max_norm: float) -> None:
+    """`clip_grad_norm_`; for gradients on several meshes, which it cannot span, one norm a mesh and then theirs.
+
+    Source: transformers 5.24 trainer.py (_mixed_mesh_grad_norm).
+    """
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for owner in owners:
+        if owner.grad is not None:
+            by_mesh.setdefault(getattr(owner.grad, "device_mesh", None), []).append(owner)
+    if len(by_mesh) <= 1:
+        torch.nn.utils.clip_grad_norm_(owners, max_norm, foreach=True)
+        return
+    norms = []
+    for group in by_mesh.values():
+        norm = torch.nn.utils.get_total_norm([owner.grad for owner in group], foreach=True)
+        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    for group in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total, foreach=True)

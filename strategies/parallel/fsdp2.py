@@ -1,7 +1,7 @@
 """Fully sharded data parallelism of torch (FSDP2, `fully_shard`): ZeRO 3, or 2 without resharding.
 
-What it changes: parameters, gradients and optimizer states are sharded over `dp_shard` ranks and gathered unit by unit;
-with `dp_replicate` the shards are replicated (HSDP).
+What it changes: parameters, gradients and optimizer states are sharded over `dp_shard` x `cp` ranks and gathered unit
+by unit; with `dp_replicate` the shards are replicated (HSDP). Experts that `ep` spreads are units of their own.
 Where each byte comes from: torch's own `fully_shard` runs on the phantom GPU, as one rank of the world.
 Not modelled: streams that delay the reuse of freed buffers by the allocator.
 Sources: torch/distributed/fsdp/_fully_shard; accelerate 1.15 utils/fsdp_utils.py (fsdp2_prepare_model).
@@ -10,12 +10,14 @@ Sources: torch/distributed/fsdp/_fully_shard; accelerate 1.15 utils/fsdp_utils.p
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from metapeak.strategies.base import NoOpStrategy
+from metapeak.strategies.parallel.expert_parallel import shard_experts
 from metapeak.strategies.parallel.host_shards import host_bytes, keep_on_host, without_host
 from metapeak.strategies.parallel.layout import NO_LAYOUT, Layout
 from metapeak.strategies.parallel.meshes import data_parallel_mesh
@@ -59,10 +61,13 @@ class FSDP2(NoOpStrategy):
     def check(self, model: ResolvedModel, step: StepSpec) -> None:
         number = self.reshard_after_forward
         if isinstance(number, int) and not isinstance(number, bool):
-            shards = self.layout.dp_shard
+            shards = self.layout.fsdp
             if not 1 < number < shards or shards % number:
+                ranks = f"dp_shard {self.layout.dp_shard}"
+                if self.layout.cp > 1:
+                    ranks += f" x cp {self.layout.cp} = {shards}"
                 raise InputError(
-                    f"reshard_after_forward is {number}, but has to be always, never or a divisor of dp_shard {shards} "
+                    f"reshard_after_forward is {number}, but has to be always, never or a divisor of {ranks} "
                     f"other than 1 and {shards}."
                 )
 
@@ -87,6 +92,7 @@ class FSDP2(NoOpStrategy):
         options: dict[str, Any] = {"mesh": data_parallel_mesh(self.layout), "mp_policy": policy}
         options["ignored_params"] = unshardable(module)
         with _one_chunk_made():
+            shard_experts(module, self.layout, options)
             for unit in units_of(module, self.wrap):
                 parts = [module.get_submodule(name) for name in unit.modules]
                 reshard = self._reshard_unit() if unit.reshard is None else unit.reshard
@@ -106,6 +112,13 @@ class FSDP2(NoOpStrategy):
         sizes = ", ".join(f"{name} {nbytes / GIB:.2f} GiB" for name, nbytes in host_bytes(graph).items())
         said = "on the host of this rank, pinned as CPUOffloadPolicy does but for the states"
         return (f"{said}: {sizes}; the optimizer runs there",)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Without torch's warning of results that are views, as local parts of DTensors are."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
+            yield
 
     def _reshard_unit(self) -> bool | int:
         return True if self.reshard_after_forward is None else self.reshard_after_forward

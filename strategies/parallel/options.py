@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from metapeak.strategies.base import Strategy
+from metapeak.strategies.parallel.context_parallel import ContextParallel
 from metapeak.strategies.parallel.ddp import DDP
+from metapeak.strategies.parallel.expert_parallel import ExpertParallel
 from metapeak.strategies.parallel.fsdp1 import FSDP1
 from metapeak.strategies.parallel.fsdp2 import FSDP2
 from metapeak.strategies.parallel.layout import Layout
@@ -62,6 +64,7 @@ def with_engine(options: Mapping[str, Option]) -> dict[str, Option]:
 def with_parallel_precision(options: Mapping[str, Option]) -> dict[str, Option]:
     """`options` with what their engine makes of a mixed precision. Raises InputError for another engine's options."""
     options = dict(options)
+    _check_loss_and_kernels(options)
     engine = options["engine"].value
     given = [name for name in _FSDP_OPTIONS if options[name].value is not None]
     own = {"deepspeed": ("param_dtype",), "megatron": ("param_dtype", "reduce_dtype")}.get(engine, ())
@@ -100,7 +103,20 @@ def parallel_strategies(values: Mapping[str, Any]) -> list[Strategy]:
     engine, layout = values["engine"], layout_of_options(values)
     if engine == "none" and layout.world_size == 1:
         return []
-    strategies: list[Strategy] = [TensorParallel(layout=layout)] if layout.tp > 1 else []
+    strategies: list[Strategy] = []
+    if layout.tp > 1:
+        strategies.append(
+            TensorParallel(
+                layout=layout,
+                plan=values["tp_plan"],
+                sequence_parallel=bool(values["sequence_parallel"]),
+                loss_parallel=bool(values["loss_parallel"]),
+            )
+        )
+    if layout.ep > 1:
+        strategies.append(ExpertParallel(layout=layout, load_skew=values["expert_load_skew"] or 1.0))
+    if layout.cp > 1:
+        strategies.append(ContextParallel(layout=layout, rotation=values["cp_rotation"] or "allgather"))
     if engine == "ddp":
         strategies.append(DDP(layout=layout))
     elif engine in SHARDED_ENGINES:
@@ -115,7 +131,7 @@ def parallel_strategies(values: Mapping[str, Any]) -> list[Strategy]:
 
 def layout_of_options(values: Mapping[str, Any]) -> Layout:
     """The layout of the options' degrees. Raises InputError when they do not multiply to `gpus`."""
-    degrees = {name: values[name] or 1 for name in DEGREES if name != "ep"}
+    degrees = {name: values[name] or 1 for name in DEGREES}
     layout = Layout(**degrees)
     if values["engine"] == "ddp" and layout.dp_shard > 1:  # replicas, whatever their axis is called
         layout = replace(layout, dp_replicate=layout.dp_replicate * layout.dp_shard, dp_shard=1)
@@ -137,11 +153,13 @@ def _choose_engine(options: dict[str, Option]) -> None:
     if stage is not None and not 0 <= stage <= 3:
         raise InputError(f"zero_stage is {stage}, but DeepSpeed's stages are 0, 1, 2 and 3.")
     if engine is None:
-        shard, replicate = ((options[name].value or 1) for name in ("dp_shard", "dp_replicate"))
+        shard, replicate, cp = ((options[name].value or 1) for name in ("dp_shard", "dp_replicate", "cp"))
         if stage is not None:
             engine, why = "deepspeed", f"zero_stage {stage}"
         elif _is_given(options, "dp_shard") and options["dp_shard"].value is not None:
             engine, why = "fsdp2", f"dp_shard {shard}"
+        elif cp > 1:
+            engine, why = "fsdp2", f"cp {cp}"
         elif replicate > 1:
             engine, why = "ddp", f"dp_replicate {replicate}"
         else:
@@ -177,9 +195,8 @@ def _check_degrees(options: Mapping[str, Option]) -> None:
     for name, value in values.items():
         if value is not None and (not isinstance(value, int) or value < 1):
             raise InputError(f"{name} is {value!r}, but a degree is a whole number from 1 on.")
-    for name, what in (("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
-        if (values[name] or 1) > 1:
-            raise InputError(f"{name} {values[name]}: {what} parallelism is not predicted yet.")
+    if (values["pp"] or 1) > 1:
+        raise InputError(f"pp {values['pp']}: pipeline parallelism is not predicted yet.")
     if engine in OWN_LOOP_ENGINES:
         _check_own_loop(engine, values)
     data = max(values["dp_shard"] or 1, values["dp_replicate"] or 1)
@@ -190,6 +207,48 @@ def _check_degrees(options: Mapping[str, Option]) -> None:
         )
     if engine == "fsdp1" and (values["tp"] or 1) > 1:
         raise InputError("engine fsdp1 with tp: flat parameters hold no DTensors. Use engine fsdp2.")
+    if engine != "fsdp2" and (values["cp"] or 1) > 1:
+        raise InputError(
+            f"engine {engine} with cp {values['cp']}: gradients of the parts of a sequence are summed by FSDP2, which "
+            "shards over dp_shard x cp ranks (accelerate and torchtitan take no other). Use engine fsdp2."
+        )
+    if engine == "ddp" and (values["tp"] or 1) > 1:
+        raise InputError(
+            "engine ddp with tp: DistributedDataParallel takes no DTensors (torchtitan refuses it, too). Use engine "
+            "fsdp2, which replicates shards with dp_replicate."
+        )
+    if engine not in ("none", "fsdp2") and (values["ep"] or 1) > 1:
+        raise InputError(f"engine {engine} with ep {values['ep']}: transformers shards spread experts by FSDP2 alone.")
+    _check_inner_options(options, values)
+
+
+# Option -> the degree that it belongs to.
+_INNER_OPTIONS = {
+    "tp_plan": "tp",
+    "sequence_parallel": "tp",
+    "loss_parallel": "tp",
+    "cp_rotation": "cp",
+    "expert_load_skew": "ep",
+}
+
+
+def _check_inner_options(options: Mapping[str, Option], degrees: Mapping[str, int | None]) -> None:
+    """Raise InputError for an option of a degree that nobody gave: nothing would read it. Degree 1 was given."""
+    for name, degree in _INNER_OPTIONS.items():
+        if options[name].value and degrees[degree] is None:
+            raise InputError(f"{name} belongs to {degree}; add {degree} and its degree.")
+
+
+def _check_loss_and_kernels(options: Mapping[str, Option]) -> None:
+    """Raise InputError for a loss or kernels that would get DTensors, or labels without their neighbours."""
+    for name, degree in (("sequence_parallel", "tp"), ("loss_parallel", "tp"), ("cp", "cp")):
+        if not options[name].value or (options[degree].value or 1) == 1:
+            continue
+        for other in ("loss", "kernels"):
+            given = options[other].value
+            if given:
+                given = given if isinstance(given, str) else ",".join(given)
+                raise InputError(f"{name} with {other} {given}: predicted with the model's own loss and kernels alone.")
 
 
 def _mixed_precision(options: dict[str, Option]) -> None:

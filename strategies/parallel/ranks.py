@@ -42,24 +42,39 @@ def distinct_ranks(
 ) -> tuple[list[RankClass], tuple[str, ...]]:
     """(classes of ranks to trace, first rank first, what the report has to say about those that are not).
 
-    Only sharding by parameters (`shards_dim_0`) makes ranks differ: its last ranks have less of a dimension that the
-    degree does not divide. Rank 0 never has less than another one.
+    Sharding by parameters (`shards_dim_0`) makes ranks differ: its last ranks have less of a dimension that the degree
+    does not divide. So does a place in a ring (`ranks_by_sequence_part`). Rank 0 never has less of the parameters than
+    another one.
     """
     if layout is None:
         return [RankClass(rank=0, count=1)], ()
-    if not any(getattr(strategy, "shards_dim_0", False) for strategy in strategies):
-        return [RankClass(rank=0, count=layout.world_size)], ()
-    sizes = {parameter.shape[0] for parameter in module.parameters() if parameter.dim()}
-    classes = [RankClass(rank=rank, count=count) for rank, count in layout.rank_classes(sizes)]
-    if len(classes) <= TRACED_CLASSES:
+    sizes: set[int] = set()
+    expert_sizes: set[int] = set()
+    if any(getattr(strategy, "shards_dim_0", False) for strategy in strategies):
+        sizes = {parameter.shape[0] for parameter in module.parameters() if parameter.dim()}
+        expert_sizes = {size // layout.ep for size in sizes if size % layout.ep == 0} if layout.ep > 1 else set()
+    in_ring = any(getattr(strategy, "ranks_by_sequence_part", False) for strategy in strategies)
+    found = layout.rank_classes(sizes, expert_sizes, sequence_parts=in_ring)
+    classes = [RankClass(rank=rank, count=count) for rank, count in found]
+    # In a ring the ranks between its ends take most: one of them is traced, too.
+    if len(classes) <= (2 * TRACED_CLASSES if in_ring else TRACED_CLASSES):
         return classes, ()
-    first, between, last = classes[0], classes[1:-1], classes[-1]
-    others = sum(other.count for other in between)
+    first, last = classes[0], classes[-1]
+    counted = next((one for one in classes if _is_inside_ring(layout, one)), first) if in_ring else first
+    kept = {one.rank: one.count for one in (first, last)}
+    kept[counted.rank] = counted.count
+    others = sum(one.count for one in classes if one.rank not in kept)
+    kept[counted.rank] += others
     note = (
         f"{others} ranks have shards of sizes between those of rank {first.rank} and rank {last.rank}; they are "
-        f"counted as rank {first.rank}, which has the largest"
+        f"counted as rank {counted.rank}"
+        + (", which attends as ranks between the ends of a ring do" if in_ring else ", which has the largest")
     )
-    return [RankClass(rank=first.rank, count=first.count + others), last], (note,)
+    return [RankClass(rank=rank, count=count) for rank, count in sorted(kept.items())], (note,)
+
+
+def _is_inside_ring(layout: Layout, one: RankClass) -> bool:
+    return 0 < layout.coordinates(one.rank)["cp"] < layout.cp - 1
 
 
 def layout_notes(layout: Layout | None, step: StepSpec, strategies: Sequence[Strategy] = ()) -> tuple[str, ...]:
@@ -69,6 +84,7 @@ def layout_notes(layout: Layout | None, step: StepSpec, strategies: Sequence[Str
     notes = [
         "the other ranks are not run: collectives take the memory of their buffers, and every rank has a full batch"
         + (", tensor-parallel ones the same" if layout.tp > 1 else "")
+        + (", context-parallel ones the same, a part of its sequence each" if layout.cp > 1 else "")
     ]
     if step.grad_accum > 1 and engine_of(strategies) is None:
         notes.append(

@@ -68,22 +68,56 @@ def for_tensor_parallel(device: str) -> torch.nn.Module:
     return llama(device, **_EVEN)
 
 
+def for_sequence_parallel(device: str) -> torch.nn.Module:
+    """A width that four ranks share, as torch's styles want it, and a vocabulary that they do not."""
+    return llama(device, **{**_EVEN, "intermediate_size": 72, "vocab_size": 101})
+
+
+def for_context_parallel(device: str) -> torch.nn.Module:
+    """SDPA, whose memory-efficient kernel takes float32 and heads of 8."""
+    model = llama(device, **_EVEN)
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def experts(device: str) -> torch.nn.Module:
+    """A mixture of experts whose products are those of a loop, which the CPU and a GPU run alike."""
+    sizes = {**_EVEN, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+    config = hf.Qwen3MoeConfig(**sizes, use_cache=False, attn_implementation="eager", experts_implementation="eager")
+    torch.manual_seed(0)
+    with torch.device(device):
+        return hf.Qwen3MoeForCausalLM(config).train()
+
+
+def long_batch() -> dict[str, torch.Tensor]:
+    """Sequences that eight chunks of 32 tokens make."""
+    ids = torch.arange(2 * 256).view(2, 256) % 101
+    return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+
+
 def batch() -> dict[str, torch.Tensor]:
     ids = torch.arange(2 * 12).view(2, 12) % 101
     return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
 
 
+_BLOCKS = ("LlamaDecoderLayer", "GPT2Block", "Qwen3MoeDecoderLayer")
+
+
 def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    return [part for part in model.modules() if type(part).__name__ in ("LlamaDecoderLayer", "GPT2Block")]
+    return [part for part in model.modules() if type(part).__name__ in _BLOCKS]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`technique` is fsdp2, fsdp1, ddp or tp; `options` are its options in metapeak's words."""
+    """`technique` is fsdp2, fsdp1, ddp, tp, cp or ep; `options` are its options in metapeak's words.
+
+    With `degree` in them FSDP2 shards over the ranks that remain.
+    """
 
     name: str
     technique: str
     build: Callable[[str], torch.nn.Module] = llama
+    batch: Callable[[], dict[str, torch.Tensor]] = batch
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -111,5 +145,31 @@ CASES = {
         Case(name="ddp, views of buckets", technique="ddp", options={"gradient_as_bucket_view": True}),
         Case(name="ddp, lora", technique="ddp", build=lora),
         Case(name="tp", technique="tp", build=for_tensor_parallel),
+        Case(name="tp, sequence", technique="tp", build=for_sequence_parallel, options={"sequence_parallel": True}),
+        Case(name="tp, loss", technique="tp", build=for_tensor_parallel, options={"loss_parallel": True}),
+        Case(
+            name="tp, sequence and loss",
+            technique="tp",
+            build=for_sequence_parallel,
+            options={"sequence_parallel": True, "loss_parallel": True},
+        ),
+        Case(name="cp", technique="cp", build=for_context_parallel, batch=long_batch),
+        Case(
+            name="cp, alltoall",
+            technique="cp",
+            build=for_context_parallel,
+            batch=long_batch,
+            options={"rotation": "alltoall"},
+        ),
+        Case(name="ep", technique="ep", build=experts),
+        # With four ranks two of them hold the same part of the model, sharded between them.
+        Case(
+            name="tp x fsdp2",
+            technique="tp",
+            build=for_sequence_parallel,
+            options={"degree": 2, "sequence_parallel": True, "loss_parallel": True},
+        ),
+        Case(name="cp x fsdp2", technique="cp", build=for_context_parallel, batch=long_batch, options={"degree": 2}),
+        Case(name="ep x fsdp2", technique="ep", build=experts, options={"degree": 2}),
     )
 }

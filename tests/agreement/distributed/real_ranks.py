@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.agreement.distributed.cases import CASES, batch, blocks
+from tests.agreement.distributed.cases import CASES
+from tests.agreement.distributed.real_techniques import DISTRIBUTE, PART_OF, RUNNING
 
 
 @dataclass
@@ -170,8 +171,10 @@ class _Watch(TorchDispatchMode):
                 dist.all_reduce(torch.zeros(1), group=group)  # see OneThread
         # A view makes no storage. One of a storage that nobody saw made is gloo's own: it reduces a clone of what is
         # to be reduce-scattered and splits that when it is waited for; NCCL needs none.
-        for leaf in [] if func.is_view else tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and not self.stays_on_host(leaf):
+        # (`to` and `contiguous` are marked as views, but copy where they have to.)
+        given = {id(storage) for storage in map(_storage, tree_leaves([args, kwargs]))} if func.is_view else set()
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and not self.stays_on_host(leaf) and id(_storage(leaf)) not in given:
                 self.add(leaf)
         self.note(str(func))
         return result
@@ -196,10 +199,14 @@ class _Watch(TorchDispatchMode):
             torch.UntypedStorage.resize_ = original
 
 
+def _storage(value):
+    return value.untyped_storage() if type(value) in (torch.Tensor, torch.nn.Parameter) else None
+
+
 def train(case, iterations=2) -> RankRun:
     """Two steps of a case as this rank."""
-    model = _DISTRIBUTE[case.technique](case.build("cpu"), **case.options)
-    data = batch()
+    model = DISTRIBUTE[case.technique](case.build("cpu"), **case.options)
+    data, part_of = case.batch(), PART_OF.get(case.technique, lambda data, **options: data)
     watch = _Watch()
     for tensor in [*model.parameters(), *model.buffers(), *data.values()]:
         watch.add(getattr(tensor, "_local_tensor", tensor))
@@ -207,10 +214,11 @@ def train(case, iterations=2) -> RankRun:
     gc.collect()
     gc.disable()
     try:
-        with watch, watch.resizes(), torch.autograd.set_multithreading_enabled(False):
+        running = RUNNING[case.technique](**case.options) if case.technique in RUNNING else contextlib.nullcontext()
+        with running, watch, watch.resizes(), torch.autograd.set_multithreading_enabled(False):
             for iteration in range(1, iterations + 1):
                 watch.begin((iteration, "forward"))
-                loss = model(**data).loss
+                loss = model(**part_of(data, **case.options)).loss
                 watch.begin((iteration, "backward"))
                 loss.backward()
                 loss = loss.detach()
@@ -228,67 +236,3 @@ def _optimizer(parameters):
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
     return torch.optim.AdamW([{"params": group} for group in (sharded, plain) if group], foreach=True)
-
-
-# -- the same techniques by the library's own means --------------------------------------------------------------------
-
-
-def _mesh(axis):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(axis,))
-
-
-def _dtypes(names):
-    return {name: getattr(torch, dtype) for name, dtype in names.items()}
-
-
-def _fsdp2(model, reshard_after_forward=None, **dtypes):
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    options = {"mesh": _mesh("dp_shard"), "mp_policy": MixedPrecisionPolicy(**_dtypes(dtypes))}
-    if reshard_after_forward is not None:
-        options["reshard_after_forward"] = reshard_after_forward
-    for block in blocks(model):
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
-
-
-def _fsdp1(model, sharding="FULL_SHARD", use_orig_params=True, **dtypes):
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-    from torch.distributed.fsdp.wrap import CustomPolicy
-
-    units = {id(block) for block in blocks(model)}
-    if not all(parameter.requires_grad for parameter in model.parameters()):
-        # Trained leaves beside frozen ones are units of their own, as PEFT's fsdp_auto_wrap_policy has it.
-        units |= {
-            id(part)
-            for part in model.modules()
-            if not list(part.children()) and getattr(getattr(part, "weight", None), "requires_grad", False)
-        }
-    return FullyShardedDataParallel(
-        model,
-        sharding_strategy=ShardingStrategy[sharding],
-        auto_wrap_policy=CustomPolicy(lambda part: id(part) in units),
-        mixed_precision=MixedPrecision(**_dtypes(dtypes)) if dtypes else None,
-        use_orig_params=use_orig_params,
-        device_id=torch.device("cpu"),
-    )
-
-
-def _ddp(model, **options):
-    from torch.nn.parallel import DistributedDataParallel
-
-    return DistributedDataParallel(model, broadcast_buffers=False, **options)
-
-
-def _tp(model):
-    from transformers.distributed.configuration_utils import DistributedConfig
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=dist.get_world_size()))
-    apply_tensor_parallelism(model, _mesh("tp"), plan)
-    return model
-
-
-_DISTRIBUTE = {"fsdp2": _fsdp2, "fsdp1": _fsdp1, "ddp": _ddp, "tp": _tp}

@@ -1,27 +1,45 @@
 """Predicted live bytes of a rank equal what real processes hold, to the byte."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from metapeak.strategies.parallel.context_parallel import ContextParallel
 from metapeak.strategies.parallel.ddp import DDP
+from metapeak.strategies.parallel.expert_parallel import ExpertParallel
 from metapeak.strategies.parallel.fsdp1 import FSDP1
 from metapeak.strategies.parallel.fsdp2 import FSDP2
 from metapeak.strategies.parallel.layout import Layout
+from metapeak.strategies.parallel.ranks import distribution
 from metapeak.strategies.parallel.tensor_parallel import TensorParallel
-from metapeak.tracer.capture import record_training_step
+from metapeak.tracer.capture import default_loss, record_training_step
 from metapeak.tracer.distributed import one_rank_of
-from tests.agreement.distributed.cases import CASES, batch
+from tests.agreement.distributed.cases import CASES
 from tests.agreement.distributed.real_ranks import Ranks
 
 _STRATEGIES = {
-    "fsdp2": lambda ranks, **options: FSDP2(layout=Layout(dp_shard=ranks), **options),
-    "fsdp1": lambda ranks, **options: FSDP1(layout=Layout(dp_shard=ranks), **options),
-    "ddp": lambda ranks, **options: DDP(layout=Layout(dp_replicate=ranks), **options),
-    "tp": lambda ranks, **options: TensorParallel(layout=Layout(tp=ranks), **options),
+    "fsdp2": lambda ranks, **options: [FSDP2(layout=Layout(dp_shard=ranks), **options)],
+    "fsdp1": lambda ranks, **options: [FSDP1(layout=Layout(dp_shard=ranks), **options)],
+    "ddp": lambda ranks, **options: [DDP(layout=Layout(dp_replicate=ranks), **options)],
+    "tp": lambda ranks, **options: with_fsdp2(TensorParallel, ranks, "tp", **options),
+    "cp": lambda ranks, **options: with_fsdp2(ContextParallel, ranks, "cp", **{"degree": ranks, **options}),
+    "ep": lambda ranks, **options: with_fsdp2(ExpertParallel, ranks, "ep", **{"degree": ranks, **options}),
 }
+
+
+def with_fsdp2(strategy, ranks, axis, degree=None, **options):
+    """The strategy of that degree, of all ranks alone if none is given; else FSDP2 shards over what remains."""
+    if degree is None:
+        return [strategy(layout=Layout(**{axis: ranks}), **options)]
+    shards = ranks if axis == "ep" else ranks // degree
+    layout = Layout(**{"dp_shard": shards, axis: degree})
+    return [strategy(layout=layout, **options), FSDP2(layout=layout)]
+
+
 # One of each mechanism; the others, and four ranks, are slow.
-_DEFAULT = ("fsdp2, bf16, checkpointing", "fsdp1", "ddp", "tp")
+_DEFAULT = ("fsdp2, bf16, checkpointing", "fsdp1", "ddp", "tp", "tp, sequence and loss", "cp", "ep")
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +64,21 @@ def foreach_adamw(parameters):
 
 def predicted(case, world_size, rank):
     """(liveness, {(iteration, phase): PhasePeak}) of a rank on the phantom GPU."""
-    strategy = _STRATEGIES[case.technique](world_size, **case.options)
-    with one_rank_of(world_size, rank):
-        graph, _ = record_training_step(case.build("meta"), batch(), foreach_adamw, distribute=strategy.distribute)
+    strategies = _STRATEGIES[case.technique](world_size, **case.options)
+    module, compute_loss = case.build("meta"), default_loss
+    for strategy in strategies:
+        module, compute_loss = strategy.prepare(module), strategy.loss_function(compute_loss)
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(one_rank_of(world_size, rank))
+        for strategy in strategies:
+            inside.enter_context(strategy.running())
+        graph, _ = record_training_step(
+            module,
+            case.batch(),
+            foreach_adamw,
+            compute_loss=compute_loss,
+            distribute=distribution(strategies[0].layout, strategies),
+        )
     liveness = graph.liveness()
     return liveness, {(phase.iteration, phase.phase): phase for phase in liveness.phases() if phase.iteration}
 

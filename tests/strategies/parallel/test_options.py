@@ -2,7 +2,9 @@
 
 import pytest
 
+from metapeak.strategies.parallel.context_parallel import ContextParallel
 from metapeak.strategies.parallel.ddp import DDP
+from metapeak.strategies.parallel.expert_parallel import ExpertParallel
 from metapeak.strategies.parallel.fsdp1 import FSDP1
 from metapeak.strategies.parallel.fsdp2 import FSDP2
 from metapeak.strategies.parallel.layout import Layout
@@ -44,6 +46,9 @@ def refusal(**values):
         ({"zero_stage": 1, "dp_replicate": 8}, [DeepSpeed]),
         ({"engine": "deepspeed", "gpus": 8}, [DeepSpeed]),
         ({"engine": "megatron", "gpus": 8}, [Megatron]),
+        ({"cp": 2}, [ContextParallel, FSDP2]),
+        ({"tp": 2, "cp": 2, "ep": 4, "dp_shard": 2}, [TensorParallel, ExpertParallel, ContextParallel, FSDP2]),
+        ({"tp": 2, "ep": 2}, [TensorParallel, ExpertParallel]),
     ],
 )
 def test_the_engine_that_options_stand_for(values, kinds):
@@ -152,8 +157,6 @@ def test_presets_bring_their_units():
         ({"reduce_dtype": "fp32"}, "reduce_dtype belongs to engines fsdp1 and fsdp2, not to none"),
         ({"wrap": "blocks", "engine": "ddp", "dp_replicate": 2}, "wrap belongs to engines"),
         ({"pp": 2}, "pipeline parallelism is not predicted yet"),
-        ({"cp": 2, "dp_shard": 2}, "context parallelism is not predicted yet"),
-        ({"ep": 2, "dp_shard": 2}, "expert parallelism is not predicted yet"),
         ({"engine": "megatron", "tp": 2}, "engine megatron with tp 2 is not predicted"),
         ({"engine": "megatron", "gpus": 2, "zero_stage": 1}, "belongs to engine deepspeed, but the engine is megatron"),
         ({"engine": "megatron", "gpus": 2, "output_dtype": "bf16"}, "not to megatron"),
@@ -166,6 +169,12 @@ def test_presets_bring_their_units():
         ({"zero_stage": 3, "sub_group_size": "many"}, "no number of elements"),
         ({"zero_stage": 3, "master_weights": True}, "float32 copies of the weights already"),
         ({"zero_stage": 3, "reshard_after_forward": "never"}, "belongs to engines fsdp1 and fsdp2, not to deepspeed"),
+        ({"tp": 2, "dp_replicate": 2}, "engine ddp with tp: DistributedDataParallel takes no DTensors"),
+        ({"ep": 2, "dp_replicate": 2}, "engine ddp with ep 2"),
+        ({"cp": 2, "engine": "fsdp1"}, "engine fsdp1 with cp 2"),
+        ({"cp": 2, "loss": "chunked:4"}, "cp with loss chunked:4"),
+        ({"tp": 2, "sequence_parallel": True, "kernels": "fused-rmsnorm"}, "sequence_parallel with kernels"),
+        ({"tp_plan": "lm_head=replicate"}, "tp_plan belongs to tp"),
     ],
 )
 def test_refused_with_the_rule(values, says):
