@@ -15,6 +15,7 @@ from metapeak.strategies.master_weights import with_master_weights
 from metapeak.strategies.optimizers import OptimizerMaker, check_optimizer, optimizer_maker
 from metapeak.strategies.packages import for_package, optimised_only
 from metapeak.strategies.parallel.checkpoints import with_real_checkpoints
+from metapeak.strategies.parallel.pipeline import pipeline_of
 from metapeak.strategies.parallel.ranks import distinct_ranks, distribution, layout_notes, layout_of, process_group_of
 from metapeak.strategies.parallel.tensor_parallel import sharded_and_whole_apart
 from metapeak.strategies.parallel.unshared import not_shared
@@ -27,7 +28,7 @@ from metapeak.tracer.device.overheads import overheads
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.kernels import DEFAULT_COMPUTE_CAPABILITY, KernelWorkspaces, device_of
-from metapeak.tracer.simulation import How, ModelSummary, Option, RankResult, Simulation
+from metapeak.tracer.simulation import How, ModelSummary, Option, RankResult, Simulation, played_actions
 from metapeak.tracer.spec import ModelSpec, StepSpec
 
 # Sizes beyond which a batch or sequence is taken for a slip of the finger.
@@ -94,6 +95,7 @@ def simulate(
     first = set_up()
     summary = _summary(resolved, first.built.module, first.module)
     given = _strategy_options(strategies, first.module, options or {})
+    pipeline = pipeline_of(strategies)
     notes = [strategy.notes(first.module) for strategy in strategies]
     classes, rank_notes = distinct_ranks(layout, first.module, strategies)
     seconds["build"] = time.perf_counter() - started
@@ -102,7 +104,8 @@ def simulate(
     traced = []
     for one in classes:
         started = time.perf_counter()
-        prepared = set_up() if traced else first
+        # A pipeline's ranks are copies of their stages; other ranks use up the module that was built.
+        prepared = set_up() if traced and pipeline is None else first
         if len(classes) > 1:
             progress(f"rank {one.rank} of {layout.world_size}")
         graph, answered = _trace(prepared, step, strategies, layout, one.rank, progress)
@@ -124,6 +127,7 @@ def simulate(
             allocator=allocator or DEFAULT_CONFIG,
             overheads=overheads(gpu, layout.groups if layout else ()),
             not_shared=not_shared(graph, liveness, first.built.module) if layout else {},
+            actions=played_actions(graph.actions, liveness),
         )
         _ = rank.reservation  # counted in the seconds of this stage
         traced.append((rank, graph, answered, workspaces))
@@ -186,7 +190,10 @@ def _set_up(resolved, spec: ModelSpec, step: StepSpec, strategies: Sequence[Stra
         built = build(resolved, dtype=spec.dtype, attention=implementation)
     casts = [step.autocast, *(strategy.casts_to for strategy in strategies)]
     check_attention_dtype(step.attention, next((dtype for dtype in casts if dtype is not None), built.dtype))
-    tensors, batch_notes = _batch(built, resolved, step)
+    pipeline = pipeline_of(strategies)
+    tensors, batch_notes = _batch(built, resolved, pipeline.whole_batch(step) if pipeline else step)
+    if pipeline:
+        tensors = pipeline.batch(tensors)
     compute_loss, own_loss = _loss(built, resolved, strategies), _ends_after_loss(built)
     # Strategies change the real module before anything is recorded, in the order in which they were given. What they
     # return may be a wrapper around it; the batch is made for the model itself.
@@ -216,25 +223,30 @@ def _trace(prepared: _Prepared, step: StepSpec, strategies, layout, rank: int, p
     from metapeak.tracer.capture import record_training_step
     from metapeak.tracer.flash_attention import flash_attention_2_available
 
-    make = prepared.make_optimizer
+    module, make, loop = prepared.module, prepared.make_optimizer, prepared.loop
+    pipeline = pipeline_of(strategies) if layout is not None else None
+    if pipeline is not None:
+        loop = pipeline.loop(loop, module, prepared.tensors, strategies)
+        module = pipeline.local_stages(module, rank)
+        make = optimizer_maker(step.optimizer, module)
     if make is not None and layout is not None:
         make = sharded_and_whole_apart(make)
     if step.optimizer.master_weights:
-        make = with_master_weights(make, prepared.module)
-    make = optimised_only(prepared.built.package, make, prepared.module)
+        make = with_master_weights(make, module)
+    make = optimised_only(prepared.built.package, make, module)
     with (
         attention_choice(prepared.choice),
         flash_attention_2_available(),
         process_group_of(layout, rank),
     ):
         return record_training_step(
-            prepared.module,
+            module,
             prepared.tensors,
             make,
             compute_loss=prepared.compute_loss,
             distribute=distribution(layout, strategies),
             iterations=step.iterations,
-            loop=prepared.loop,
+            loop=loop,
             decouple_saves=any(strategy.needs_saves for strategy in strategies),
             progress=progress,
         )

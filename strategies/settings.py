@@ -16,6 +16,7 @@ from metapeak.strategies.loss import LOSSES
 from metapeak.strategies.methods import METHODS
 from metapeak.strategies.optimizers import IMPLEMENTATIONS
 from metapeak.strategies.parallel.options import ENGINES, parse_reshard, with_engine, with_parallel_precision
+from metapeak.strategies.parallel.schedules import SCHEDULES
 from metapeak.strategies.parallel.units import UPCASTS
 from metapeak.strategies.precision import AUTOCAST_REGIONS, PRECISIONS
 from metapeak.strategies.presets import PRESETS, filled_in
@@ -213,6 +214,18 @@ SETTINGS = (
     Setting(name="dp_shard", kind=int, default=None, help="ranks that parameters are sharded over; default 1"),
     Setting(name="tp", kind=int, default=None, help="degree of tensor parallelism, by the model's own plan; default 1"),
     Setting(name="pp", kind=int, default=None, help="degree of pipeline parallelism; default 1"),
+    Setting(
+        name="schedule", kind=str, default=None, help="of a pipeline: " + ", ".join(SCHEDULES) + "; V stages a rank, "
+        "default 2; default 1f1b",
+    ),
+    Setting(
+        name="microbatches", kind=int, default=None, help="of batch_size each, in one step of a pipeline; default: one "
+        "a stage",
+    ),
+    Setting(
+        name="pp_split", kind=str, default=None, parse=names_of,
+        help="first blocks of the later stages, as 10,20,30 or module paths; default: equal stages",
+    ),
     Setting(name="cp", kind=int, default=None, help="degree of context parallelism; default 1"),
     Setting(name="ep", kind=int, default=None, help="degree of expert parallelism; default 1"),
     Setting(name="cpu_offload", kind=bool, default=None, help="shards and optimizer on the host"),

@@ -221,16 +221,16 @@ class Liveness:
                 iteration=int(self.op_iteration[start]),
                 phase=Phase(int(self.op_phase[start])).label,
                 peak_bytes=int(live[start:end].max()),
-                end_bytes=self._bytes_before(end),
+                end_bytes=self.bytes_before(end),
             )
             for start, end in zip(starts, ends)
         ]
 
     def steady_bytes(self) -> int:
         """Traced bytes between steps: what is left after the last operation's garbage is freed."""
-        return self._bytes_before(self.num_ops)
+        return self.bytes_before(self.num_ops)
 
-    def _bytes_before(self, index: int) -> int:
+    def bytes_before(self, index: int) -> int:
         """Traced bytes alive after operation index - 1 and its frees, before operation `index` allocates."""
         kept = (self.birth < index) & (self.death > index) & (self.category != Category.WORKSPACE)
         return int(self.nbytes[kept].sum())

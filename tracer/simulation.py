@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,11 +57,52 @@ class How:
     cached: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineAction:
+    """What a rank of a pipeline did from one instant to the next: `kind` F (forward), B (backward), I and W (backward
+    for inputs and for weights), R (gradients are reduced and scaled), of a stage and a microbatch (-1: all).
+
+    `peak_bytes` is the most that was live meanwhile, `end_bytes` what was left; `in_flight` the microbatches that went
+    forward and not yet backward, over all stages of the rank.
+    """
+
+    iteration: int
+    kind: str
+    stage: int
+    microbatch: int
+    peak_bytes: int
+    end_bytes: int
+    in_flight: int
+
+
+def played_actions(actions: Sequence[Sequence], liveness: Liveness) -> tuple[PipelineAction, ...]:
+    """The actions of a recorded graph (see StepGraph.actions) with the bytes of a liveness of it."""
+    live = liveness.live_bytes(without=[Category.WORKSPACE]) if actions else None
+    played, in_flight = [], 0
+    for (iteration, kind, stage, microbatch, begin), (*_, end) in zip(actions, actions[1:]):
+        if kind == "end":
+            continue
+        in_flight += {"F": 1, "B": -1, "W": -1}.get(kind, 0)
+        played.append(
+            PipelineAction(
+                iteration=iteration,
+                kind=kind,
+                stage=stage,
+                microbatch=microbatch,
+                peak_bytes=int(live[begin:end].max()) if end > begin else liveness.bytes_before(begin),
+                end_bytes=liveness.bytes_before(end),
+                in_flight=in_flight,
+            )
+        )
+    return tuple(played)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankResult:
     """One distinct rank: how many ranks are like it, its coordinates in the layout, its liveness, the settings of its
     caching allocator, and what its process takes of the GPU beside the allocator's segments. `not_shared`: requested
     bytes that more data-parallel ranks would not make less, by what they are, when they are most (several GPUs only).
+    `actions` of a pipeline's rank, in order.
     """
 
     rank: int
@@ -71,6 +112,7 @@ class RankResult:
     allocator: AllocatorConfig = DEFAULT_CONFIG
     overheads: Overheads = field(default_factory=Overheads)
     not_shared: Mapping[str, int] = field(default_factory=dict)
+    actions: tuple[PipelineAction, ...] = ()
 
     @functools.cached_property
     def reservation(self) -> AllocatorResult:

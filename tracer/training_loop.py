@@ -79,12 +79,12 @@ class TrainingLoop:
         """
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with contextlib.ExitStack() as around:
-            around.enter_context(_hooks(trainable, lambda parameter: _mark_gradient(recorder, parameter)))
+            around.enter_context(when_gradients_come(trainable, lambda parameter: mark_gradient(recorder, parameter)))
             optimizer = self._optimizer(recorder, trainable, make_optimizer, around)
             scaler = torch.amp.GradScaler(DEVICE_NAME, enabled=self.grad_scaler)
-            around.enter_context(_noting_outputs(recorder, model))
+            around.enter_context(noting_outputs(recorder, model))
             if self.autocast is not None and self.autocast_region == "forward":
-                around.enter_context(_autocast_forward(model, self.autocast))
+                around.enter_context(autocast_forward(model, self.autocast))
             for iteration in range(1, iterations + 1):
                 for batch, synced in self._micro_batches(model, batches):
                     synced(model)
@@ -98,7 +98,7 @@ class TrainingLoop:
                         loss = loss.detach()
                         recorder.note_graph_end()
                         for parameter in trainable:  # FSDP1 gives gradients without running their hooks
-                            _mark_gradient(recorder, parameter)
+                            mark_gradient(recorder, parameter)
                 with recorder.phase(Phase.OPTIMIZER, iteration):
                     if optimizer is None:
                         model.zero_grad(set_to_none=True)
@@ -134,7 +134,7 @@ class TrainingLoop:
                 mark_optimizer_states(recorder, optimizer)
                 optimizer.zero_grad(set_to_none=True)
 
-            around.enter_context(_hooks(trainable, step))
+            around.enter_context(when_gradients_come(trainable, step))
             return None
         optimizer = make_optimizer(trainable)
         for parameter, master in getattr(optimizer, "master_weights", ()):
@@ -144,7 +144,7 @@ class TrainingLoop:
             for parameter in low:
                 parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32, device=DEVICE)
                 recorder.mark(parameter.main_grad, Category.GRADIENT, parameter)
-            around.enter_context(_hooks(low, _accumulate))
+            around.enter_context(when_gradients_come(low, _accumulate))
         return optimizer
 
     def _step(self, recorder: Recorder, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
@@ -189,7 +189,7 @@ def _switch_reduction(model: torch.nn.Module, on: bool) -> None:
                 part._sync_gradients = on
 
 
-def _mark_gradient(recorder: Recorder, parameter: torch.Tensor) -> None:
+def mark_gradient(recorder: Recorder, parameter: torch.Tensor) -> None:
     recorder.mark(parameter.grad, Category.GRADIENT, parameter)
 
 
@@ -199,7 +199,7 @@ def _accumulate(parameter: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _hooks(parameters: Iterable[torch.Tensor], hook: Callable[[torch.Tensor], None]) -> Iterator[None]:
+def when_gradients_come(parameters: Iterable[torch.Tensor], hook: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """`hook` runs when a parameter's gradient is there."""
     handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
     try:
@@ -210,7 +210,7 @@ def _hooks(parameters: Iterable[torch.Tensor], hook: Callable[[torch.Tensor], No
 
 
 @contextlib.contextmanager
-def _noting_outputs(recorder: Recorder, model: torch.nn.Module) -> Iterator[None]:
+def noting_outputs(recorder: Recorder, model: torch.nn.Module) -> Iterator[None]:
     """The dtypes of what the model returns, and of its logits as its head made them, for the report."""
     dtypes = recorder.graph.output_dtypes
 
@@ -243,7 +243,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 
 @contextlib.contextmanager
-def _autocast_forward(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def autocast_forward(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """`model.forward` inside an autocast region, its outputs then in float32; as Accelerator.prepare_model wraps it."""
     from accelerate.utils.operations import convert_outputs_to_fp32
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from metapeak.strategies.base import Strategy
@@ -41,11 +41,16 @@ def distinct_ranks(
 ) -> tuple[list[RankClass], tuple[str, ...]]:
     """(classes of ranks to trace, first rank first, what the report has to say about those that are not).
 
-    Only sharding by parameters (`shards_dim_0`) makes ranks differ: its last ranks have less of a dimension that the
+    Stages of a pipeline differ, and sharding by parameters (`shards_dim_0`) makes ranks differ: its last ranks have less of a dimension that the
     degree does not divide. Rank 0 never has less than another one.
     """
     if layout is None:
         return [RankClass(rank=0, count=1)], ()
+    if layout.pp > 1:  # every stage's ranks are of their own, `stage` apart
+        inner, notes = distinct_ranks(replace(layout, pp=1), module, strategies)
+        stage = layout.world_size // layout.pp
+        ranks = [replace(one, rank=one.rank + place * stage) for place in range(layout.pp) for one in inner]
+        return ranks, notes
     if not any(getattr(strategy, "shards_dim_0", False) for strategy in strategies):
         return [RankClass(rank=0, count=layout.world_size)], ()
     sizes = {parameter.shape[0] for parameter in module.parameters() if parameter.dim()}
@@ -99,6 +104,8 @@ def distribution(
         return None
 
     def distribute(module):
+        if hasattr(module, "each"):  # the stages of a pipeline's rank
+            return module.each(distribute)
         for strategy in strategies:
             module = strategy.distribute(module)
         return module

@@ -36,6 +36,8 @@ class TensorParallel(NoOpStrategy):
         from transformers.distributed.configuration_utils import DistributedConfig
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+        from metapeak.strategies.parallel.stages import Passed
+
         if self.layout.tp == 1:
             return module
         if not hasattr(module, "_resolve_parallel_plans"):
@@ -48,6 +50,8 @@ class TensorParallel(NoOpStrategy):
             plan, _, _ = module._resolve_parallel_plans(config)
         except ValueError as error:
             raise InputError(f"tp {self.layout.tp}: {error}") from error
+        elsewhere = {name for name, part in module.named_modules() if isinstance(part, Passed)}
+        plan = {name: style for name, style in plan.items() if name not in elsewhere}
         tied = _separate_tied(module)
         apply_tensor_parallelism(module, layout_mesh(self.layout)["tp"], plan)
         for owner, name, source_owner, source_name in tied:
