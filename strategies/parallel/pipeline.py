@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from metapeak.strategies.base import NoOpStrategy, Strategy
 from metapeak.strategies.parallel.layout import NO_LAYOUT, Layout
 from metapeak.strategies.parallel.meshes import layout_mesh
-from metapeak.strategies.parallel.schedules import DEFAULT_SCHEDULE, Schedule
+from metapeak.strategies.parallel.schedules import ONE_FORWARD_ONE_BACKWARD, Schedule
 from metapeak.tracer.errors import InputError
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineParallel(NoOpStrategy):
-    """`microbatches` None is as many as there are stages. `split` names the first blocks of later stages (stages.py)."""
+    """`microbatches` None is as many as there are stages. `split`: first blocks of later stages (stages.py)."""
 
     layout: Layout = NO_LAYOUT
-    schedule: Schedule = Schedule(name=DEFAULT_SCHEDULE)
+    schedule: Schedule = ONE_FORWARD_ONE_BACKWARD
     microbatches: int | None = None
     split: tuple[str, ...] | None = None
 

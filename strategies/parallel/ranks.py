@@ -41,8 +41,8 @@ def distinct_ranks(
 ) -> tuple[list[RankClass], tuple[str, ...]]:
     """(classes of ranks to trace, first rank first, what the report has to say about those that are not).
 
-    Stages of a pipeline differ, and sharding by parameters (`shards_dim_0`) makes ranks differ: its last ranks have less of a dimension that the
-    degree does not divide. Rank 0 never has less than another one.
+    Stages of a pipeline differ, and sharding by parameters (`shards_dim_0`) makes ranks differ: its last ones have less
+    of a dimension that the degree does not divide. The first of a stage's ranks never has less than another one.
     """
     if layout is None:
         return [RankClass(rank=0, count=1)], ()

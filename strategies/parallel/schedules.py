@@ -58,7 +58,7 @@ class Schedule:
             self.orders(pp, microbatches)
         except ValueError as error:
             raise InputError(
-                f"schedule {self.name} with pp {pp}, {pp * self.virtual} stages and {microbatches} microbatches: {error}"
+                f"schedule {self.name} with pp {pp}, {pp * self.virtual} stages, {microbatches} microbatches: {error}"
             ) from error
 
     def orders(self, pp: int, microbatches: int) -> dict[int, list]:
@@ -70,6 +70,9 @@ class Schedule:
             for index in self.stages_of(0, pp)
         ]
         return get_schedule_class(self.class_name)(stages[0] if self.is_single else stages, microbatches).pipeline_order
+
+
+ONE_FORWARD_ONE_BACKWARD = Schedule(name=DEFAULT_SCHEDULE)
 
 
 def parse_schedule(text: str) -> Schedule:
