@@ -104,7 +104,7 @@ class StepGraph:
     `whole`: storages of parameters that a sharded step keeps whole on every rank; `unsharded`: storages of gathered
     parameters and of gradients that are not reduced yet.
     `output_dtypes`: what the model returned, by name, and `head`: its logits as the head made them.
-    `actions` of a pipeline's rank: [iteration, kind, stage, microbatch, first operation], see pipeline.py; `end` is none.
+    `actions` of a pipeline's rank: [iteration, kind, stage, microbatch, first operation], see pipeline.py.
     """
 
     op_names: list[str] = field(default_factory=list)

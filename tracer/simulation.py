@@ -6,6 +6,7 @@ import enum
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from metapeak.tracer.device.allocator_config import DEFAULT_CONFIG, AllocatorConfig
@@ -79,7 +80,7 @@ def played_actions(actions: Sequence[Sequence], liveness: Liveness) -> tuple[Pip
     """The actions of a recorded graph (see StepGraph.actions) with the bytes of a liveness of it."""
     live = liveness.live_bytes(without=[Category.WORKSPACE]) if actions else None
     played, in_flight = [], 0
-    for (iteration, kind, stage, microbatch, begin), (*_, end) in zip(actions, actions[1:]):
+    for (iteration, kind, stage, microbatch, begin), (*_, end) in pairwise(actions):
         if kind == "end":
             continue
         in_flight += {"F": 1, "B": -1, "W": -1}.get(kind, 0)

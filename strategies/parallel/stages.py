@@ -14,6 +14,7 @@ import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -90,11 +91,11 @@ def split_blocks(
                 f"pp_split has {len(split)} cuts, which make {len(cuts) - 1} stages, but there are {stages} "
                 "(pp x virtual stages); cuts = stages - 1."
             )
-        if any(first >= after for first, after in zip(cuts, cuts[1:])):
+        if any(first >= after for first, after in pairwise(cuts)):
             raise InputError(
-                f"pp_split {', '.join(map(str, split))}: first blocks have to rise from 1 to {count - 1}, the last block."
+                f"pp_split {', '.join(map(str, split))}: first blocks have to rise from 1 to {count - 1}, the last."
             )
-        return [range(first, after) for first, after in zip(cuts, cuts[1:])], ()
+        return [range(first, after) for first, after in pairwise(cuts)], ()
     whole, rest = divmod(count, stages)
     if not rest:
         return [range(stage * whole, (stage + 1) * whole) for stage in range(stages)], ()
@@ -150,16 +151,15 @@ def _returns_tuple(block: nn.Module) -> bool:
 def _forward(model, kind, own, first, last, hidden):
     """What a stage computes; raises InputError where the model does something to the hidden states on their way."""
     seen: dict[str, torch.Tensor] = {}
-    handles = (
-        [] if first else [model.get_submodule(own[0]).register_forward_pre_hook(_note_input(seen), with_kwargs=True)]
-    )
-    handles.append(model.get_submodule(own[-1]).register_forward_hook(_note_output(seen)))
+    begin, end = (model.get_submodule(name) for name in (own[0], own[-1]))
+    handles = [
+        begin.register_forward_pre_hook(_note_input(seen), with_kwargs=True),
+        end.register_forward_hook(_note_output(seen)),
+    ]
     inputs = {"input_ids" if first else "inputs_embeds": hidden, "use_cache": False}
     try:
-        if last:
-            output = kind.forward(model, **inputs).logits
-        else:
-            output = getattr(model, model.base_model_prefix)(**inputs)[0]
+        base = getattr(model, model.base_model_prefix)
+        output = kind.forward(model, **inputs).logits if last else base(**inputs)[0]
     finally:
         for handle in handles:
             handle.remove()
