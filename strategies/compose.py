@@ -16,6 +16,7 @@ from metapeak.strategies.optimizers import OptimizerMaker, check_optimizer, opti
 from metapeak.strategies.packages import for_package, optimised_only
 from metapeak.strategies.parallel.checkpoints import with_real_checkpoints
 from metapeak.strategies.parallel.pipeline import pipeline_of
+from metapeak.strategies.parallel.pipeline_traces import Traces
 from metapeak.strategies.parallel.ranks import distinct_ranks, distribution, layout_notes, layout_of, process_group_of
 from metapeak.strategies.parallel.tensor_parallel import sharded_and_whole_apart
 from metapeak.strategies.parallel.unshared import not_shared
@@ -102,19 +103,22 @@ def simulate(
 
     # Every distinct rank is traced on its own: what it holds is decided before the first operation.
     traced = []
-    for one in classes:
-        started = time.perf_counter()
+
+    def record(strategies, layout, rank):
         # A pipeline's ranks are copies of their stages; other ranks use up the module that was built.
         prepared = set_up() if traced and pipeline is None else first
+        return _trace(prepared, step, strategies, layout, rank, progress)
+
+    traces = Traces(layout=layout, strategies=strategies, record=record)
+    for one in classes:
+        started = time.perf_counter()
         if len(classes) > 1:
             progress(f"rank {one.rank} of {layout.world_size}")
-        graph, answered = _trace(prepared, step, strategies, layout, one.rank, progress)
+        step_of_rank = traces.of(one.rank, first.module)
+        graph, answered, liveness = step_of_rank.graph, step_of_rank.answered, step_of_rank.liveness
         seconds["trace"] = seconds.get("trace", 0.0) + time.perf_counter() - started
 
         started = time.perf_counter()
-        liveness = graph.liveness()
-        for strategy in strategies:
-            liveness = strategy.rewrite(liveness, graph)
         # Workspaces last: what the rewritten step runs again takes its workspace again.
         workspaces = KernelWorkspaces.of(graph, device_of(gpu))
         liveness = workspaces.added_to(liveness)
@@ -127,7 +131,7 @@ def simulate(
             allocator=allocator or DEFAULT_CONFIG,
             overheads=overheads(gpu, layout.groups if layout else ()),
             not_shared=not_shared(graph, liveness, first.built.module) if layout else {},
-            actions=played_actions(graph.actions, liveness),
+            actions=played_actions(step_of_rank.actions, liveness),
         )
         _ = rank.reservation  # counted in the seconds of this stage
         traced.append((rank, graph, answered, workspaces))
@@ -224,9 +228,10 @@ def _trace(prepared: _Prepared, step: StepSpec, strategies, layout, rank: int, p
     from metapeak.tracer.flash_attention import flash_attention_2_available
 
     module, make, loop = prepared.module, prepared.make_optimizer, prepared.loop
-    pipeline = pipeline_of(strategies) if layout is not None else None
+    pipeline, tensors = pipeline_of(strategies) if layout is not None else None, prepared.tensors
     if pipeline is not None:
-        loop = pipeline.loop(loop, module, prepared.tensors, strategies)
+        tensors = {name: tensor[: pipeline.count * step.batch_size] for name, tensor in tensors.items()}
+        loop = pipeline.loop(loop, module, tensors, strategies)
         module = pipeline.local_stages(module, rank)
         make = optimizer_maker(step.optimizer, module)
     if make is not None and layout is not None:
@@ -241,7 +246,7 @@ def _trace(prepared: _Prepared, step: StepSpec, strategies, layout, rank: int, p
     ):
         return record_training_step(
             module,
-            prepared.tensors,
+            tensors,
             make,
             compute_loss=prepared.compute_loss,
             distribute=distribution(layout, strategies),

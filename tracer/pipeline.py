@@ -143,6 +143,7 @@ class PipelineLoop(TrainingLoop):
                 actions.iteration = iteration
                 with recorder.phase(Phase.FORWARD, iteration), self._autocast_loss():
                     progress(f"iteration {iteration}: {self.pipeline.microbatches} microbatches")
+                    actions.start()
                     self.pipeline.step(schedule, model, batches[0])
                     for parameter in trainable:
                         mark_gradient(recorder, parameter)
@@ -167,11 +168,17 @@ class _Actions:
         for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
             self._watch(stage)
 
+    def start(self) -> None:
+        """Before the first action of a step."""
+        self._begin("start", -1, -1)
+
     def end(self) -> None:
+        """After the last action of a step."""
         self._begin("end", -1, -1)
 
     def _begin(self, kind: str, stage: int, microbatch: int) -> None:
-        self.recorder.graph.actions.append([self.iteration, kind, stage, microbatch, self.recorder.graph.num_ops])
+        begin = self.recorder.mark_instant(f"pipeline.{kind}")
+        self.recorder.graph.actions.append([self.iteration, kind, stage, microbatch, begin])
 
     def _watch(self, stage: Any) -> None:
         index = stage.stage_index
@@ -212,10 +219,11 @@ class _Actions:
         if stage.stage_index in self._marked:
             return
         self._marked.add(stage.stage_index)
-        for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
-            for info in infos:
+        for infos in (stage.args_recv_info, stage.grad_recv_info):
+            for microbatch, info in ((number, info) for number, several in infos.items() for info in several):
                 if info.buffer is not None:
-                    self.recorder.mark(info.buffer, Category.COMMUNICATION, None)
+                    row = self.recorder.mark(info.buffer, Category.COMMUNICATION, None)
+                    self.recorder.graph.boundary_buffers.append([row, microbatch])
 
     def _check(self, index: int, output: torch.Tensor) -> None:
         """The hidden states have to be what the next stage made buffers for."""

@@ -81,8 +81,9 @@ def played_actions(actions: Sequence[Sequence], liveness: Liveness) -> tuple[Pip
     live = liveness.live_bytes(without=[Category.WORKSPACE]) if actions else None
     played, in_flight = [], 0
     for (iteration, kind, stage, microbatch, begin), (*_, end) in pairwise(actions):
-        if kind == "end":
+        if kind in ("start", "end"):
             continue
+        begin, end = begin + 1, end + 1  # after the operations that mark the beginnings
         in_flight += {"F": 1, "B": -1, "W": -1}.get(kind, 0)
         played.append(
             PipelineAction(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +32,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineParallel(NoOpStrategy):
-    """`microbatches` None is as many as there are stages. `split`: first blocks of later stages (stages.py)."""
+    """`microbatches` None is as many as there are stages. `split`: first blocks of later stages (stages.py).
+
+    `own` are the blocks of the stages of one rank, in place of a split: that rank alone is traced.
+    """
 
     layout: Layout = NO_LAYOUT
     schedule: Schedule = ONE_FORWARD_ONE_BACKWARD
     microbatches: int | None = None
     split: tuple[str, ...] | None = None
+    own: Mapping[int, range] | None = None
 
     name = "pipeline parallel"
 
@@ -95,6 +99,12 @@ class PipelineParallel(NoOpStrategy):
         split = [entry.removeprefix(_prefix_in(module)) for entry in self.split] if self.split else None
         return split_blocks(parts.blocks, self.num_stages, split)
 
+    def blocks(self, module: torch.nn.Module) -> tuple[tuple[str, ...], list[range]]:
+        """(paths of all blocks, numbers of those of every stage)."""
+        from metapeak.strategies.parallel.stages import StageParts
+
+        return StageParts.of(_model_in(module)).blocks, self._ranges(module)[0]
+
     def whole_batch(self, step: StepSpec) -> StepSpec:
         """The step with the batch of all microbatches, which the schedule cuts."""
         return replace(step, batch_size=step.batch_size * self.count)
@@ -113,7 +123,7 @@ class PipelineParallel(NoOpStrategy):
         from metapeak.strategies.parallel.stages import stage_module
         from metapeak.tracer.pipeline import LocalStages
 
-        model, (ranges, _) = _model_in(module), self._ranges(module)
+        model, ranges = _model_in(module), self.own or self._ranges(module)[0]
         place = self.layout.coordinates(rank)["pp"]
         return LocalStages(
             {
