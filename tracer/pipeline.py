@@ -187,8 +187,8 @@ class _Actions:
 
         def forward_one_chunk(microbatch, *args, **kwargs):
             self._mark_buffers(stage)
-            self._begin("F", index, microbatch)
             with self.recorder.phase(Phase.FORWARD, self.iteration):
+                self._begin("F", index, microbatch)
                 try:
                     output = forward(microbatch, *args, **kwargs)
                 except RuntimeError as error:  # torch says where it was and hides what it was
@@ -197,18 +197,18 @@ class _Actions:
             return output
 
         def backward_one_chunk(microbatch, *args, full_backward=True, **kwargs):
-            self._begin("B" if full_backward else "I", index, microbatch)
             with self.recorder.phase(Phase.BACKWARD, self.iteration):
+                self._begin("B" if full_backward else "I", index, microbatch)
                 return backward(microbatch, *args, full_backward=full_backward, **kwargs)
 
         def backward_weight_one_chunk(microbatch, *args, **kwargs):
-            self._begin("W", index, microbatch)
             with self.recorder.phase(Phase.BACKWARD, self.iteration):
+                self._begin("W", index, microbatch)
                 return weight(microbatch, *args, **kwargs)
 
         def perform_reduce_grad(*args):
-            self._begin("R", index, -1)
             with self.recorder.phase(Phase.BACKWARD, self.iteration):
+                self._begin("R", index, -1)
                 return reduce(*args)
 
         stage.forward_one_chunk, stage.backward_one_chunk = forward_one_chunk, backward_one_chunk

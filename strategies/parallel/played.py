@@ -31,9 +31,7 @@ Region = tuple  # (iteration, kind, stage, microbatch); stage and microbatch -1 
 def short_run(schedule: Schedule, pp: int, microbatches: int) -> tuple[int, int] | None:
     """(pp, microbatches) of the short run that shows all that a long one has; None where the long one is no longer."""
     short = min(pp, SHORT_PP)
-    count = {"gpipe": 4, "1f1b": short + 3, "looped-bfs": 4}.get(schedule.name, 2 * short)
-    if schedule.name == "zbv":
-        count = 2 * short + 3
+    count = 2 * short + 3 if schedule.name == "zbv" else max(short, 3)  # the first, the last, one for all others
     if schedule.name == "dualpipev" or schedule.virtual > MAX_ACTIVE_STAGES or (count >= microbatches and short == pp):
         return None
     return (short, count) if count <= microbatches else None
