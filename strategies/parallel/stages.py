@@ -102,12 +102,12 @@ def split_blocks(
     layers, more = divmod(count + 2, stages)
     sizes = [layers + (stage < more) for stage in range(stages)]
     sizes[0], sizes[-1] = sizes[0] - 1, sizes[-1] - 1
-    if min(sizes) < 1:  # the embedding or the head alone: one block each instead
-        sizes = [whole + (stage < rest) for stage in range(stages)]
+    how = "as torchtitan counts, embedding and head as a block each"
+    if min(sizes) < 1:  # a stage would have the embedding or the head alone
+        sizes, how = [whole + (stage < rest) for stage in range(stages)], "earlier stages have one more"
     note = (
         f"{count} blocks / {stages} stages = {count / stages:.2f} is no whole number: stages have "
-        f"{', '.join(map(str, sizes))} blocks, as torchtitan counts (embedding and head as a block each); --pp-split "
-        "names other cuts"
+        f"{', '.join(map(str, sizes))} blocks ({how}); --pp-split names other cuts"
     )
     starts = [sum(sizes[:stage]) for stage in range(stages)]
     return [range(start, start + size) for start, size in zip(starts, sizes)], (note,)

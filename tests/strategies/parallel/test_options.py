@@ -109,7 +109,7 @@ def test_presets_bring_their_units():
         ({"reshard_after_forward": "2", "engine": "fsdp1", "dp_shard": 4}, "is FSDP2's"),
         ({"reduce_dtype": "fp32"}, "reduce_dtype belongs to engines fsdp1 and fsdp2, not to none"),
         ({"wrap": "blocks", "engine": "ddp", "dp_replicate": 2}, "wrap belongs to engines"),
-        ({"pp": 2}, "pipeline parallelism is not predicted yet"),
+        ({"pp": 2, "engine": "fsdp1", "dp_shard": 2}, "pp 2 with engine fsdp1 is not predicted"),
         ({"cp": 2, "dp_shard": 2}, "context parallelism is not predicted yet"),
         ({"ep": 2, "dp_shard": 2}, "expert parallelism is not predicted yet"),
         ({"engine": "megatron", "tp": 2}, "engine megatron is not predicted yet"),
