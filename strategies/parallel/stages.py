@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -145,7 +146,12 @@ def stage_module(model: nn.Module, blocks: range, stage: int, num_stages: int) -
 
 
 def _returns_tuple(block: nn.Module) -> bool:
-    return "tuple" in str(inspect.signature(type(block).forward).return_annotation).lower()
+    """Its annotation may say so and its code return the bare hidden states (Gemma 3); the code is right."""
+    forward = inspect.unwrap(type(block).forward)
+    returned = re.findall(r"^\s*return (.+)$", inspect.getsource(forward), flags=re.MULTILINE)
+    if returned and re.fullmatch(r"\w*hidden_states", returned[-1].strip()):
+        return False
+    return "tuple" in str(inspect.signature(forward).return_annotation).lower()
 
 
 def _forward(model, kind, own, first, last, hidden):
