@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from metapeak.reports.dtypes import dtype_rows
+from metapeak.reports.pipeline import pipeline_record
 from metapeak.tracer.liveness import Category
 from metapeak.tracer.simulation import RankResult, Simulation
 
@@ -42,6 +43,7 @@ def record_of(simulation: Simulation) -> dict[str, Any]:
         },
         "dtypes": dtype_rows(simulation),
         "ranks": [_rank(rank) for rank in simulation.ranks],
+        "pipeline": pipeline_record(simulation),
         "fit": _fit(simulation),
         "suggestions": suggestions_of(simulation),
         "verified": None if simulation.verified is None else list(simulation.verified),

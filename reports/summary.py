@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -11,9 +12,10 @@ from rich.text import Text
 from metapeak.reports.data import CATEGORY_NAMES, module_rows
 from metapeak.reports.dtypes import dtype_rows
 from metapeak.reports.make_it_fit import print_suggestions
+from metapeak.reports.pipeline import print_pipeline
 from metapeak.reports.ranks import describe_layout, print_ranks
 from metapeak.reports.sizes import count, gib, size
-from metapeak.tracer.liveness import Category
+from metapeak.tracer.liveness import Category, PhasePeak
 from metapeak.tracer.simulation import Fit, Option, RankResult, Simulation, Verdict
 
 _STYLES = {Verdict.FITS: "bold green", Verdict.BORDERLINE: "bold yellow", Verdict.DOES_NOT_FIT: "bold red"}
@@ -42,6 +44,7 @@ def print_summary(simulation: Simulation, console: Console, *, chart: bool = Fal
     _peak(rank, console)
     print_ranks(simulation, console)
     _verified(simulation, console)
+    print_pipeline(simulation, console)
     if chart:
         from metapeak.reports.timeline import print_timeline
 
@@ -109,8 +112,9 @@ def describe_step(simulation: Simulation, rank: RankResult) -> str:
     parts.append(f"{options.get('optimizer', 'adamw')} {options.get('implementation') or ''}".rstrip() + masters)
     lengths = [options.get(name) for name in ("seq_len", "target_len") if options.get(name)]
     batch = f"batch {options.get('batch_size', 1)}"
-    if (options.get("grad_accum") or 1) > 1:
-        batch = f"{options['grad_accum']} x {batch}"
+    pieces = options.get("microbatches") or options.get("grad_accum") or 1
+    if pieces > 1:
+        batch = f"{pieces} x {batch}"
     if options.get("batch_size", 1) is None:
         batch = "its own batch"
     elif lengths:
@@ -223,7 +227,7 @@ def _overheads(rank: RankResult) -> str:
 
 
 def _phases(rank: RankResult, console: Console) -> None:
-    phases, at = rank.phases, rank.peak_at
+    phases, at = _merged(rank.phases) if rank.actions else rank.phases, rank.peak_at
     # With gradient accumulation an iteration has several forwards and backwards.
     same = [phase for phase in phases if (phase.iteration, phase.phase) == (at.iteration, at.phase)]
     at_peak = max(same, key=lambda phase: phase.peak_bytes)
@@ -250,6 +254,16 @@ def _phases(rank: RankResult, console: Console) -> None:
     ]
     if host:
         console.print(Text(f"On the host, GiB: {', '.join(host)}"))
+
+
+def _merged(phases: list[PhasePeak]) -> list[PhasePeak]:
+    """A row a phase of each iteration: in a pipeline forwards and backwards of many microbatches alternate."""
+    merged: dict[tuple[int, str], PhasePeak] = {}
+    for phase in phases:
+        key = (phase.iteration, phase.phase)
+        peak = max(phase.peak_bytes, merged[key].peak_bytes if key in merged else 0)
+        merged[key] = replace(phase, peak_bytes=peak)
+    return list(merged.values())
 
 
 def _largest(rank: RankResult, console: Console) -> None:

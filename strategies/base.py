@@ -28,10 +28,10 @@ class Strategy(Protocol):
     `check` refuses impossible combinations before the trace (raises InputError with the rule). `prepare` changes the
     real module on meta before the trace, with the real library, and returns the module to train: the same one, or a
     wrapper around it as a script would hold; `loss_function` may wrap the function of (model, batch) that computes the
-    loss. `distribute` shards the module on the device, as one rank of the layout, and returns what trains; `running`
-    is in force from then until the last step is over. `rewrite` changes the liveness of one rank after the trace; the graph
-    it came from is there to be read. `engine`, where it is not None, makes what trains in place of the plain loop
-    (tracer/engine.py).
+    loss. `distribute` shards the module on the device, as one rank of the layout, and returns what trains; `running` is
+    in force until the last step is over. `rewrite` changes the liveness of one rank after the trace; the graph it came
+    from is there to be read; `rewrites` says whether it may. `engine`, where it is not None, makes what trains in place
+    of the plain loop (tracer/engine.py).
     `assumptions` are sentences that every report prints, `notes` those that the prepared module gives rise to,
     `remarks` those of the recorded step. `resolved` are options whose value only the prepared module shows; what the
     user gave wins over them. A strategy computes no total and prints nothing.
@@ -98,6 +98,11 @@ class NoOpStrategy:
 
     def running(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether `rewrite` may change anything."""
+        return type(self).rewrite is not NoOpStrategy.rewrite
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness:
         return liveness

@@ -28,6 +28,8 @@ from metapeak.strategies.master_weights import with_master_weights
 from metapeak.strategies.optimizers import OptimizerMaker, check_optimizer, optimizer_maker
 from metapeak.strategies.packages import for_package, optimised_only
 from metapeak.strategies.parallel.checkpoints import with_real_checkpoints
+from metapeak.strategies.parallel.pipeline import pipeline_of
+from metapeak.strategies.parallel.pipeline_traces import Traces
 from metapeak.strategies.parallel.ranks import (
     distinct_ranks,
     distribution,
@@ -49,7 +51,7 @@ from metapeak.tracer.device.overheads import overheads
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.kernels import DEFAULT_COMPUTE_CAPABILITY, KernelWorkspaces, device_of
-from metapeak.tracer.simulation import How, ModelSummary, Option, RankResult, Simulation
+from metapeak.tracer.simulation import How, ModelSummary, Option, RankResult, Simulation, played_actions
 from metapeak.tracer.spec import ModelSpec, StepSpec
 
 # Sizes beyond which a batch or sequence is taken for a slip of the finger.
@@ -119,6 +121,9 @@ def simulate(
     first = set_up()
     summary = _summary(resolved, first.built.module, first.module)
     given = strategy_options(strategies, first.module, options or {})
+    pipeline = pipeline_of(strategies)
+    if life.after_training and (pipeline is not None or engine_of(strategies) is not None):
+        raise InputError("Evaluation, generation and saving are not predicted in a pipeline, nor under DeepSpeed.")
     notes = [strategy.notes(first.module) for strategy in strategies]
     loading = loading_of(first.module, way_of(life, layout))
     written = written_bytes(life, first.module)
@@ -131,13 +136,20 @@ def simulate(
     traced = []
     rows = {name: parameter.shape[0] for name, parameter in first.module.named_parameters() if parameter.dim()}
     alike = can_differ_in_shards_alone(strategies, layout)
+
+    def record(strategies, layout, rank):
+        # A pipeline's ranks are copies of their stages; other ranks use up the module that was built.
+        prepared = set_up() if traced and pipeline is None else first
+        return _trace(prepared, step, strategies, layout, rank, progress)
+
+    traces = Traces(layout=layout, strategies=strategies, record=record)
     for one in classes:
         started = time.perf_counter()
         if len(classes) > 1:
             progress(f"rank {one.rank} of {layout.world_size}")
-        graph = graph_of_rank(traced[0][1], rows, layout, one.rank) if traced and alike else None
-        if graph is None:
-            graph, answered = _trace(set_up() if traced else first, step, strategies, layout, one.rank, progress)
+        told = graph_of_rank(traced[0][1], rows, layout, one.rank) if traced and alike else None
+        step_of_rank = traces.of(one.rank, first.module) if told is None else traces.rewritten(told, traced[0][2])
+        graph, answered, liveness = step_of_rank.graph, step_of_rank.answered, step_of_rank.liveness
         later = None
         if life.after_training:
             later, more = _trace_life(life, set_up(), resolved, step, strategies, layout, one.rank, progress)
@@ -145,9 +157,6 @@ def simulate(
         seconds["trace"] = seconds.get("trace", 0.0) + time.perf_counter() - started
 
         started = time.perf_counter()
-        liveness = graph.liveness()
-        for strategy in strategies:
-            liveness = strategy.rewrite(liveness, graph)
         # Workspaces last: what the rewritten step runs again takes its workspace again.
         workspaces = KernelWorkspaces.of(graph, device_of(gpu))
         liveness = workspaces.added_to(liveness)
@@ -169,6 +178,7 @@ def simulate(
             not_shared=not_shared_here,
             host=host_memory(life, loading, liveness, written, later.host_bytes if later else 0, layout),
             load_peak_bytes=load_peak,
+            actions=played_actions(step_of_rank.actions, liveness),
         )
         _ = rank.reservation  # counted in the seconds of this stage
         traced.append((rank, graph, answered, workspaces))
@@ -232,7 +242,10 @@ def _set_up(resolved, spec: ModelSpec, step: StepSpec, strategies: Sequence[Stra
         built = build(resolved, dtype=spec.dtype, attention=implementation)
     casts = [step.autocast, *(strategy.casts_to for strategy in strategies)]
     check_attention_dtype(step.attention, next((dtype for dtype in casts if dtype is not None), built.dtype))
-    tensors, batch_notes = _batch(built, resolved, step)
+    pipeline = pipeline_of(strategies)
+    tensors, batch_notes = _batch(built, resolved, pipeline.whole_batch(step) if pipeline else step)
+    if pipeline:
+        tensors = pipeline.batch(tensors)
     compute_loss, own_loss = _loss(built, resolved, strategies), _ends_after_loss(built)
     # Strategies change the real module before anything is recorded, in the order in which they were given. What they
     # return may be a wrapper around it; the batch is made for the model itself.
@@ -260,22 +273,28 @@ def _trace(prepared: _Prepared, step: StepSpec, strategies, layout, rank: int, p
     """(graph, assumptions) of the prepared step, recorded as one rank of the layout."""
     from metapeak.tracer.capture import record_training_step
 
-    make = prepared.make_optimizer
+    module, make, loop = prepared.module, prepared.make_optimizer, prepared.loop
+    pipeline, tensors = pipeline_of(strategies) if layout is not None else None, prepared.tensors
+    if pipeline is not None:
+        tensors = {name: tensor[: pipeline.count * step.batch_size] for name, tensor in tensors.items()}
+        loop = pipeline.loop(loop, module, tensors, strategies)
+        module = pipeline.local_stages(module, rank)
+        make = optimizer_maker(step.optimizer, module)
     if make is not None and layout is not None:
         make = sharded_and_whole_apart(make)
     if step.optimizer.master_weights:
-        make = with_master_weights(make, prepared.module)
-    make = optimised_only(prepared.built.package, make, prepared.module)
+        make = with_master_weights(make, module)
+    make = optimised_only(prepared.built.package, make, module)
     with _around(prepared, strategies, layout, rank):
         return record_training_step(
-            prepared.module,
-            prepared.tensors,
+            module,
+            tensors,
             make,
             compute_loss=prepared.compute_loss,
             distribute=distribution(layout, strategies),
             make_engine=engine_of(strategies),
             iterations=step.iterations,
-            loop=prepared.loop,
+            loop=loop,
             decouple_saves=decouple_saves or any(strategy.needs_saves for strategy in strategies),
             progress=progress,
         )

@@ -19,6 +19,7 @@ from metapeak.strategies.methods import METHODS
 from metapeak.strategies.optimizers import IMPLEMENTATIONS
 from metapeak.strategies.parallel.context_parallel import ROTATIONS
 from metapeak.strategies.parallel.options import ENGINES, parse_reshard, with_engine, with_parallel_precision
+from metapeak.strategies.parallel.schedules import SCHEDULES
 from metapeak.strategies.parallel.tensor_parallel import tp_plan_of
 from metapeak.strategies.parallel.units import UPCASTS
 from metapeak.strategies.parallel.zero.options import OFFLOAD_DEVICES, TRUTHS, elements_of
@@ -242,6 +243,18 @@ SETTINGS = (
         name="loss_parallel", kind=bool, default=None, help="with tp: logits stay sharded over the vocabulary",
     ),
     Setting(name="pp", kind=int, default=None, help="degree of pipeline parallelism; default 1"),
+    Setting(
+        name="schedule", kind=str, default=None, help="of a pipeline: " + ", ".join(SCHEDULES) + "; V stages a rank, "
+        "default 2; default 1f1b",
+    ),
+    Setting(
+        name="microbatches", kind=int, default=None, help="of batch_size each, in one step of a pipeline; default: one "
+        "a stage",
+    ),
+    Setting(
+        name="pp_split", kind=str, default=None, parse=names_of,
+        help="first blocks of the later stages, as 10,20,30 or module paths; default: equal stages",
+    ),
     Setting(name="cp", kind=int, default=None, help="degree of context parallelism (ring attention); default 1"),
     Setting(
         name="cp_rotation", kind=str, default=None, choices=ROTATIONS,

@@ -6,7 +6,7 @@ import operator
 
 import torch
 
-from metapeak.tracer.graph import LOAD, StepGraph, Symbol, Value
+from metapeak.tracer.graph import LOAD, MARK, StepGraph, Symbol, Value
 from metapeak.tracer.liveness import Phase
 
 
@@ -41,7 +41,8 @@ def to_fx_graph(step: StepGraph) -> torch.fx.Graph:
     # torch.fx wants every placeholder before the first operator, also those first seen late.
     order = [index for index in range(step.num_ops) if step.op_names[step.op[index]] == LOAD]
     loads = set(order)
-    order += [index for index in range(step.num_ops) if index not in loads]
+    marks = {number for number, name in enumerate(step.op_names) if name.startswith(MARK)}
+    order += [index for index in range(step.num_ops) if index not in loads and step.op[index] not in marks]
     for index in order:
         name = step.op_names[step.op[index]]
         if index in loads:

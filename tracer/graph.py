@@ -89,6 +89,8 @@ class SavedTensors:
 LOAD = "load"
 # The name of the operation by which a storage gets new memory (UntypedStorage.resize_, no operator).
 RESIZE = "storage.resize_"
+# How the names of operations begin that do nothing and say where something starts.
+MARK = "mark."
 
 
 @dataclass(kw_only=True, eq=False)
@@ -105,6 +107,8 @@ class StepGraph:
     parameters and of gradients that are not reduced yet. `host_bytes`: the most that the program keeps on the host, of
     what it offloads or of arrays that an evaluation makes.
     `output_dtypes`: what the model returned, by name, and `head`: its logits as the head made them.
+    `actions` of a pipeline's rank: [iteration, kind, stage, microbatch, first operation], see pipeline.py;
+    `boundary_buffers`: [storage, microbatch] of what its neighbours send into.
     """
 
     op_names: list[str] = field(default_factory=list)
@@ -144,6 +148,8 @@ class StepGraph:
     unsharded: set[int] = field(default_factory=set)
     host_bytes: int = 0
     saved: SavedTensors | None = None
+    actions: list[list] = field(default_factory=list)
+    boundary_buffers: list[list[int]] = field(default_factory=list)
 
     @property
     def num_ops(self) -> int:

@@ -224,21 +224,21 @@ class Liveness:
                 iteration=int(self.op_iteration[start]),
                 phase=Phase(int(self.op_phase[start])).label,
                 peak_bytes=int(live[start:end].max()),
-                end_bytes=self._bytes_before(end),
+                end_bytes=self.bytes_before(end),
             )
             for start, end in zip(starts, ends)
         ]
 
     def steady_bytes(self) -> int:
         """Traced bytes between steps: what is left after the last training step's garbage is freed."""
-        return self._bytes_before(self.training_ops)
+        return self.bytes_before(self.training_ops)
 
     @property
     def training_ops(self) -> int:
         """Operations of loading and training; what comes after them is evaluation, generation and saving."""
         return int(np.searchsorted(self.op_phase > Phase.OPTIMIZER, True))
 
-    def _bytes_before(self, index: int) -> int:
+    def bytes_before(self, index: int) -> int:
         """Traced bytes alive after operation index - 1 and its frees, before operation `index` allocates."""
         kept = (self.birth < index) & (self.death > index) & (self.category != Category.WORKSPACE)
         return int(self.nbytes[kept].sum())

@@ -26,7 +26,7 @@ from metapeak.tracer.autocast import autocast_as_on_cuda
 from metapeak.tracer.blocks import block_names
 from metapeak.tracer.core_attention import SUFFIX, around_core_attention
 from metapeak.tracer.dispatch import PhantomMode
-from metapeak.tracer.graph import LOAD, RESIZE, SavedTensors, StepGraph, Symbol, Value
+from metapeak.tracer.graph import LOAD, MARK, RESIZE, SavedTensors, StepGraph, Symbol, Value
 from metapeak.tracer.liveness import Category, Phase
 from metapeak.tracer.phantom import HostCopy, PhantomTensor, local_tensor
 from metapeak.tracer.saved_tensors import SaveLog
@@ -221,14 +221,22 @@ class Recorder:
         else:
             yield
 
-    def mark(self, tensor: torch.Tensor | None, category: Category, parameter: torch.Tensor | None) -> None:
-        """Say what the storage of a tensor is for, from its birth on, and which parameter it serves (None: no one)."""
+    def mark(self, tensor: torch.Tensor | None, category: Category, parameter: torch.Tensor | None) -> int | None:
+        """Say what the storage of a tensor is for, from its birth on, and which parameter it serves (None: no one).
+
+        Returns its row, None for a tensor that was never seen.
+        """
         row = _row_of(local_tensor(tensor))
         if row is not None:
             self._marked.setdefault(row, category)
             served = _row_of(local_tensor(parameter))
             if served is not None:
                 self.graph.owner[row] = self.graph.owner[served]
+        return row
+
+    def mark_instant(self, name: str) -> int:
+        """Append an operation that does nothing: its index. What is freed after it is not taken for freed before."""
+        return self._append_node(MARK + name, (), {}, 0, -1)
 
     def mark_unsharded(self, tensor: torch.Tensor | None, category: Category, parameter: torch.Tensor | None) -> None:
         """`mark` of a whole parameter or gradient of which the rank keeps a part."""

@@ -6,6 +6,7 @@ import enum
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from metapeak.tracer.device.allocator_config import DEFAULT_CONFIG, AllocatorConfig
@@ -57,13 +58,54 @@ class How:
     cached: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineAction:
+    """What a rank of a pipeline did from one instant to the next: `kind` F (forward), B (backward), I and W (backward
+    for inputs and for weights), R (gradients are reduced and scaled), of a stage and a microbatch (-1: all).
+
+    `peak_bytes` is the most that was live meanwhile, `end_bytes` what was left; `in_flight` the microbatches that went
+    forward and not yet backward, over all stages of the rank.
+    """
+
+    iteration: int
+    kind: str
+    stage: int
+    microbatch: int
+    peak_bytes: int
+    end_bytes: int
+    in_flight: int
+
+
+def played_actions(actions: Sequence[Sequence], liveness: Liveness) -> tuple[PipelineAction, ...]:
+    """The actions of a recorded graph (see StepGraph.actions) with the bytes of a liveness of it."""
+    live = liveness.live_bytes(without=[Category.WORKSPACE]) if actions else None
+    played, in_flight = [], 0
+    for (iteration, kind, stage, microbatch, begin), (*_, end) in pairwise(actions):
+        if kind in ("start", "end"):
+            continue
+        begin, end = begin + 1, end + 1  # after the operations that mark the beginnings
+        in_flight += {"F": 1, "B": -1, "W": -1}.get(kind, 0)
+        played.append(
+            PipelineAction(
+                iteration=iteration,
+                kind=kind,
+                stage=stage,
+                microbatch=microbatch,
+                peak_bytes=int(live[begin:end].max()) if end > begin else liveness.bytes_before(begin),
+                end_bytes=liveness.bytes_before(end),
+                in_flight=in_flight,
+            )
+        )
+    return tuple(played)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankResult:
     """One distinct rank: how many ranks are like it, its coordinates in the layout, its liveness, the settings of its
     caching allocator, and what its process takes of the GPU beside the allocator's segments. `not_shared`: requested
     bytes that more data-parallel ranks would not make less, by what they are, when they are most (several GPUs only).
     `host`: bytes of the host by phase (`host_bytes`, `pinned_bytes` of them pinned, `why`). `load_peak_bytes`: most
-    bytes on the device while weights come (0: not known).
+    bytes on the device while weights come (0: not known). `actions` of a pipeline's rank, in order.
     """
 
     rank: int
@@ -75,6 +117,7 @@ class RankResult:
     not_shared: Mapping[str, int] = field(default_factory=dict)
     host: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     load_peak_bytes: int = 0
+    actions: tuple[PipelineAction, ...] = ()
 
     @functools.cached_property
     def reservation(self) -> AllocatorResult:

@@ -17,11 +17,11 @@ from metapeak.tracer.device.overheads import Overhead, Overheads
 from metapeak.tracer.device.reserve import OutOfMemoryAt, replayed
 from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.liveness import Liveness
-from metapeak.tracer.simulation import How, ModelSummary, Option, RankResult, Simulation
+from metapeak.tracer.simulation import How, ModelSummary, Option, PipelineAction, RankResult, Simulation
 
 _ARRAYS = ("birth", "death", "nbytes", "category", "module", "source", "dtype")
 _ARRAYS += ("op", "op_phase", "op_iteration", "op_module", "op_recompute", "op_node")
-_NOT_PLAIN = ("liveness", "allocator", "overheads")  # of a RankResult: written in ways of their own
+_NOT_PLAIN = ("liveness", "allocator", "overheads", "actions")  # of a RankResult: written in ways of their own
 _NAMES = ("op_names", "module_names", "source_names", "dtype_names")
 _RESERVATION = (
     "capacity",
@@ -92,6 +92,7 @@ def _rank_record(rank: RankResult, chunks: list[bytes]) -> dict[str, Any]:
         "names": {name: list(getattr(liveness, name)) for name in _NAMES},
         "allocator": {column.name: _plain(getattr(rank.allocator, column.name)) for column in fields(rank.allocator)},
         "overheads": [asdict(item) for item in rank.overheads.items],
+        "actions": [asdict(action) for action in rank.actions],
         "groups": rank.overheads.groups,
         "reservation": {name: getattr(result, name) for name in _RESERVATION},
         "oom": asdict(result.oom) if result.oom is not None else None,
@@ -112,6 +113,7 @@ def _rank(record: dict[str, Any], data: memoryview) -> RankResult:
         **{name: _unplain(value) for name, value in record["plain"].items()},
         liveness=liveness,
         allocator=config,
+        actions=tuple(PipelineAction(**action) for action in record["actions"]),
         overheads=Overheads(
             items=tuple(Overhead(**item) for item in record["overheads"]), groups=tuple(record["groups"])
         ),

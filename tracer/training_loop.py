@@ -80,10 +80,10 @@ class TrainingLoop:
         """
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         with contextlib.ExitStack() as around:
-            around.enter_context(_hooks(trainable, lambda parameter: _mark_gradient(recorder, parameter)))
+            around.enter_context(when_gradients_come(trainable, lambda parameter: mark_gradient(recorder, parameter)))
             optimizer = self._optimizer(recorder, trainable, make_optimizer, around)
             scaler = torch.amp.GradScaler(DEVICE_NAME, enabled=self.grad_scaler)
-            around.enter_context(_noting_outputs(recorder, model))
+            around.enter_context(noting_outputs(recorder, model))
             if self.autocast is not None and self.autocast_region == "forward":
                 around.enter_context(autocast_forward(model, self.autocast))
             for iteration in range(1, iterations + 1):
@@ -99,7 +99,7 @@ class TrainingLoop:
                         loss = loss.detach()
                         recorder.note_graph_end()
                         for parameter in trainable:  # FSDP1 gives gradients without running their hooks
-                            _mark_gradient(recorder, parameter)
+                            mark_gradient(recorder, parameter)
                 with recorder.phase(Phase.OPTIMIZER, iteration):
                     if optimizer is None:
                         model.zero_grad(set_to_none=True)
@@ -120,7 +120,7 @@ class TrainingLoop:
         progress: Callable[[str], None],
     ) -> None:
         """Train with an engine, inside `recorder.recording()`: it scales the loss, reduces, clips, steps and frees."""
-        with _noting_outputs(recorder, engine.module):
+        with noting_outputs(recorder, engine.module):
             for iteration in range(1, iterations + 1):
                 for batch in self.batches_of_engine(batches):
                     with recorder.phase(Phase.FORWARD, iteration):
@@ -167,7 +167,7 @@ class TrainingLoop:
                 mark_optimizer_states(recorder, optimizer)
                 optimizer.zero_grad(set_to_none=True)
 
-            around.enter_context(_hooks(trainable, step))
+            around.enter_context(when_gradients_come(trainable, step))
             return None
         optimizer = make_optimizer(trainable)
         for parameter, master in getattr(optimizer, "master_weights", ()):
@@ -177,7 +177,7 @@ class TrainingLoop:
             for parameter in low:
                 parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32, device=DEVICE)
                 recorder.mark(parameter.main_grad, Category.GRADIENT, parameter)
-            around.enter_context(_hooks(low, _accumulate))
+            around.enter_context(when_gradients_come(low, _accumulate))
         return optimizer
 
     def _step(self, recorder: Recorder, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
@@ -222,7 +222,7 @@ def _switch_reduction(model: torch.nn.Module, on: bool) -> None:
                 part._sync_gradients = on
 
 
-def _mark_gradient(recorder: Recorder, parameter: torch.Tensor) -> None:
+def mark_gradient(recorder: Recorder, parameter: torch.Tensor) -> None:
     recorder.mark(parameter.grad, Category.GRADIENT, parameter)
 
 
@@ -232,7 +232,7 @@ def _accumulate(parameter: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _hooks(parameters: Iterable[torch.Tensor], hook: Callable[[torch.Tensor], None]) -> Iterator[None]:
+def when_gradients_come(parameters: Iterable[torch.Tensor], hook: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """`hook` runs when a parameter's gradient is there."""
     handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter in parameters]
     try:
@@ -243,7 +243,7 @@ def _hooks(parameters: Iterable[torch.Tensor], hook: Callable[[torch.Tensor], No
 
 
 @contextlib.contextmanager
-def _noting_outputs(recorder: Recorder, model: torch.nn.Module) -> Iterator[None]:
+def noting_outputs(recorder: Recorder, model: torch.nn.Module) -> Iterator[None]:
     """The dtypes of what the model returns, and of its logits as its head made them, for the report."""
     dtypes = recorder.graph.output_dtypes
 

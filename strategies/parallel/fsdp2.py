@@ -103,6 +103,10 @@ class FSDP2(NoOpStrategy):
             keep_on_host(module)
         return module
 
+    @property
+    def rewrites(self) -> bool:
+        return self.cpu_offload
+
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness:
         return without_host(liveness, graph) if self.cpu_offload else liveness
 

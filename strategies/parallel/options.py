@@ -14,6 +14,8 @@ from metapeak.strategies.parallel.fsdp1 import FSDP1
 from metapeak.strategies.parallel.fsdp2 import FSDP2
 from metapeak.strategies.parallel.layout import Layout
 from metapeak.strategies.parallel.megatron import Megatron
+from metapeak.strategies.parallel.pipeline import PipelineParallel
+from metapeak.strategies.parallel.schedules import DEFAULT_SCHEDULE, parse_schedule
 from metapeak.strategies.parallel.tensor_parallel import TensorParallel
 from metapeak.strategies.parallel.zero.options import (
     check_zero_options,
@@ -92,6 +94,7 @@ def with_parallel_precision(options: Mapping[str, Option]) -> dict[str, Option]:
         _mixed_precision(options)
     elif engine in OWN_LOOP_ENGINES:
         options = with_own_precision(options)
+    _pipeline_options(options)
     return options
 
 
@@ -103,7 +106,7 @@ def parallel_strategies(values: Mapping[str, Any]) -> list[Strategy]:
     engine, layout = values["engine"], layout_of_options(values)
     if engine == "none" and layout.world_size == 1:
         return []
-    strategies: list[Strategy] = []
+    strategies: list[Strategy] = [_pipeline(layout, values)] if layout.pp > 1 else []
     if layout.tp > 1:
         strategies.append(
             TensorParallel(
@@ -195,8 +198,12 @@ def _check_degrees(options: Mapping[str, Option]) -> None:
     for name, value in values.items():
         if value is not None and (not isinstance(value, int) or value < 1):
             raise InputError(f"{name} is {value!r}, but a degree is a whole number from 1 on.")
+    if (values["pp"] or 1) > 1 and engine not in ("none", "fsdp2"):
+        raise InputError(
+            f"pp {values['pp']} with engine {engine} is not predicted; stages are sharded by engine fsdp2."
+        )
     if (values["pp"] or 1) > 1:
-        raise InputError(f"pp {values['pp']}: pipeline parallelism is not predicted yet.")
+        _check_inside_stages(options)
     if engine in OWN_LOOP_ENGINES:
         _check_own_loop(engine, values)
     data = max(values["dp_shard"] or 1, values["dp_replicate"] or 1)
@@ -272,6 +279,16 @@ def _mixed_precision(options: dict[str, Option]) -> None:
         )
 
 
+def _check_inside_stages(options: Mapping[str, Option]) -> None:
+    """Raise InputError for what cuts a stage's own layers in a way that its neighbours would have to know."""
+    for name in ("cp", "ep"):
+        if (options[name].value or 1) > 1:
+            raise InputError(f"pp {options['pp'].value} with {name} {options[name].value} is not predicted yet.")
+    for name in ("sequence_parallel", "loss_parallel"):
+        if options[name].value:
+            raise InputError(f"pp {options['pp'].value} with {name} is not predicted: stages pass whole hidden states.")
+
+
 def _check_offload(options: Mapping[str, Option]) -> None:
     engine = options["engine"].value
     if engine != "fsdp2":
@@ -280,6 +297,51 @@ def _check_offload(options: Mapping[str, Option]) -> None:
         raise InputError("cpu_offload with sync_each_batch: gradients that are added on the host are not predicted.")
     if options["implementation"].value == "in-backward":
         raise InputError("cpu_offload with an optimizer in backward: it would wait for the host in every hook.")
+
+
+def _pipeline_options(options: dict[str, Option]) -> None:
+    """What a pipeline decides about others, and the number of its microbatches. Raises InputError without one.
+
+    Parameters that are gathered for a forward stay so until all microbatches went backward: resharded, they would be
+    gathered again for each. Source: torchtitan distributed/fsdp.py, get_fsdp_reshard_after_forward_policy (default:
+    not pp_enabled).
+    """
+    if (options["pp"].value or 1) == 1:
+        given = [name for name in ("schedule", "microbatches", "pp_split") if options[name].value is not None]
+        if given:
+            raise InputError(f"{', '.join(given)} belongs to a pipeline; give its degree, pp 2 or more.")
+        return
+    if options["engine"].value == "fsdp2" and not _is_given(options, "reshard_after_forward"):
+        why = "torchtitan distributed/fsdp.py: not with a pipeline, or every microbatch would gather again"
+        options["reshard_after_forward"] = Option(value="never", origin=why)
+    for name in ("loss", "keep_outputs"):
+        if options[name].value:
+            raise InputError(
+                f"{name} with pp {options['pp'].value}: the last stage returns logits to torch's schedule."
+            )
+    values = {name: option.value for name, option in options.items()}
+    pipeline = _pipeline(layout_of_options(values), values)
+    if options["schedule"].value is None:
+        options["schedule"] = Option(value=pipeline.schedule.name, origin="default")
+    if options["microbatches"].value is None:
+        options["microbatches"] = Option(value=pipeline.count, origin="default: as many as stages")
+
+
+def _pipeline(layout: Layout, values: Mapping[str, Any]) -> PipelineParallel:
+    """Raises InputError or UnknownName for a schedule and cuts that cannot be."""
+    schedule = parse_schedule(values["schedule"] or DEFAULT_SCHEDULE)
+    microbatches, split = values["microbatches"], values["pp_split"]
+    if microbatches is not None and microbatches < 1:
+        raise InputError(f"microbatches is {microbatches}, but has to be a whole number from 1 on.")
+    stages = layout.pp * schedule.virtual
+    if split and len(split) + 1 != stages:
+        virtual = (len(split) + 1) / layout.pp
+        whole = f" = {virtual:g} a rank" + ("" if virtual == int(virtual) else ", no whole number")
+        raise InputError(
+            f"pp_split has {len(split)} cuts, {len(split) + 1} stages / pp {layout.pp}{whole}, but schedule "
+            f"{schedule.name} has {schedule.virtual} a rank; cuts = pp x virtual stages - 1 = {stages - 1}."
+        )
+    return PipelineParallel(layout=layout, schedule=schedule, microbatches=microbatches, split=split)
 
 
 def _fill(options: dict[str, Option], name: str, value: Any, origin: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from metapeak.strategies.base import Strategy
@@ -42,12 +42,17 @@ def distinct_ranks(
 ) -> tuple[list[RankClass], tuple[str, ...]]:
     """(classes of ranks to trace, first rank first, what the report has to say about those that are not).
 
-    Sharding by parameters (`shards_dim_0`) makes ranks differ: its last ranks have less of a dimension that the degree
-    does not divide. So does a place in a ring (`ranks_by_sequence_part`). Rank 0 never has less of the parameters than
-    another one.
+    Stages of a pipeline differ, and sharding by parameters (`shards_dim_0`) makes ranks differ: its last ranks have
+    less of a dimension that the degree does not divide. So does a place in a ring (`ranks_by_sequence_part`). The first
+    of a stage's ranks never has less of the parameters than another one.
     """
     if layout is None:
         return [RankClass(rank=0, count=1)], ()
+    if layout.pp > 1:  # every stage's ranks are of their own, `stage` apart
+        inner, notes = distinct_ranks(replace(layout, pp=1), module, strategies)
+        stage = layout.world_size // layout.pp
+        ranks = [replace(one, rank=one.rank + place * stage) for place in range(layout.pp) for one in inner]
+        return ranks, notes
     sizes: set[int] = set()
     expert_sizes: set[int] = set()
     if any(getattr(strategy, "shards_dim_0", False) for strategy in strategies):
@@ -116,6 +121,8 @@ def distribution(
         return None
 
     def distribute(module):
+        if hasattr(module, "each"):  # the stages of a pipeline's rank
+            return module.each(distribute)
         for strategy in strategies:
             module = strategy.distribute(module)
         return module

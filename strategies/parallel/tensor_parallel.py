@@ -70,10 +70,13 @@ class TensorParallel(NoOpStrategy):
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
         from metapeak.strategies.parallel.sequence_parallel import apply_loss_parallelism, apply_sequence_parallelism
+        from metapeak.strategies.parallel.stages import Passed
 
         if self.layout.tp == 1:
             return module
         plan, mesh = self._resolved_plan(module), layout_mesh(self.layout)["tp"]
+        elsewhere = {name for name, part in module.named_modules() if isinstance(part, Passed)}
+        plan = {name: style for name, style in plan.items() if name not in elsewhere}
         tied = _separate_tied(module)
         head = _head_name(module) if self.loss_parallel else None
         if self.sequence_parallel:

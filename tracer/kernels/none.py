@@ -77,7 +77,8 @@ result": """
     "cuDNN's fused forward: the statistics are a result": "_scaled_dot_product_cudnn_attention",
     "a collective in place: NCCL's channels are the communicator's, see device/overheads.py": """
         allreduce _allgather_base _reduce_scatter_base broadcast all_reduce all_gather_into_tensor
-        reduce_scatter_tensor wait_tensor all_to_all_single alltoall_base _wrap_tensor_autograd""",
+        reduce_scatter_tensor wait_tensor all_to_all_single alltoall_base _wrap_tensor_autograd send recv""",
+    "no operation: it says where an action begins": "pipeline",
     "FSDP2's packing: copies of lists into buffers that are given (cuda/Fsdp kernels of split and cat)": """
         all_gather_copy_in split_with_sizes_copy chunk_cat _chunk_cat""",
     "storage made larger: the memory is its own": "storage.resize",

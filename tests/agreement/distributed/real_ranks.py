@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.agreement.distributed.cases import CASES
+from tests.agreement.distributed.pipelines import PIPELINES
+from tests.agreement.distributed.real_pipeline import train_pipeline
 from tests.agreement.distributed.real_techniques import DISTRIBUTE, PART_OF, RUNNING
 
 
@@ -90,7 +92,10 @@ def _serve(rank, world_size, meeting, pipe):
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
     while (name := pipe.recv()) is not None:
         try:
-            pipe.send(train(CASES[name]))
+            if name in PIPELINES:
+                pipe.send(train_pipeline(PIPELINES[name], _Watch(), _optimizer))
+            else:
+                pipe.send(train(CASES[name]))
         except Exception:
             pipe.send(traceback.format_exc())
     dist.destroy_process_group()
@@ -126,6 +131,7 @@ class _Watch(TorchDispatchMode):
         self.run = RankRun()
         self.phase = (0, "load")
         self._ended = None
+        self.groups = None  # those whose ranks do the same collectives; None: all
 
     def begin(self, phase):
         """`phase` None ends the run."""
@@ -166,8 +172,8 @@ class _Watch(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         self._end()
         result = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional"):
-            for group in distributed_c10d._world.pg_map:
+        if func.namespace in ("c10d", "_c10d_functional") and not _is_between_two(func):
+            for group in self.groups if self.groups is not None else distributed_c10d._world.pg_map:
                 dist.all_reduce(torch.zeros(1), group=group)  # see OneThread
         # A view makes no storage. One of a storage that nobody saw made is gloo's own: it reduces a clone of what is
         # to be reduce-scattered and splits that when it is waited for; NCCL needs none.
@@ -184,7 +190,8 @@ class _Watch(TorchDispatchMode):
         original = torch.UntypedStorage.resize_
 
         def resize(storage, size):
-            self._end()
+            if size:  # what frees is no operator: it counts as freed before the next one
+                self._end()
             result = original(storage, size)
             entry = self.alive.get(id(storage))
             if entry is not None and entry[1] != storage.nbytes():
@@ -201,6 +208,11 @@ class _Watch(TorchDispatchMode):
 
 def _storage(value):
     return value.untyped_storage() if type(value) in (torch.Tensor, torch.nn.Parameter) else None
+
+
+def _is_between_two(func):
+    """A send or receive, which the other ranks know nothing of."""
+    return func.name().startswith(("c10d::send", "c10d::recv"))
 
 
 def train(case, iterations=2) -> RankRun:

@@ -1,0 +1,92 @@
+"""Live bytes of a pipeline's rank at every action, and the peak within it, equal what real processes hold."""
+
+import pytest
+
+from metapeak.strategies.parallel.fsdp2 import FSDP2
+from metapeak.strategies.parallel.layout import Layout
+from metapeak.strategies.parallel.pipeline import PipelineParallel
+from metapeak.strategies.parallel.ranks import distribution
+from metapeak.strategies.parallel.schedules import parse_schedule
+from metapeak.tracer.capture import record_training_step
+from metapeak.tracer.distributed import one_rank_of
+from metapeak.tracer.simulation import played_actions
+from metapeak.tracer.training_loop import TrainingLoop
+from tests.agreement.distributed.pipelines import PIPELINES, llama
+from tests.agreement.distributed.real_ranks import Ranks
+from tests.agreement.distributed.test_real_ranks import foreach_adamw
+
+_DEFAULT = ("2 ranks, gpipe", "2 ranks, 1f1b", "2 ranks, interleaved", "2 ranks, zbv")
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+def predicted(case, world_size, rank):
+    """The liveness and the actions of a rank on the phantom GPU."""
+    pp = 2 if case.sharded else world_size
+    layout = Layout(pp=pp, dp_shard=world_size // pp)
+    cuts = tuple(str(sum(case.sizes[:stage])) for stage in range(1, len(case.sizes)))
+    pipeline = PipelineParallel(
+        layout=layout, schedule=parse_schedule(case.schedule), microbatches=case.microbatches, split=cuts
+    )
+    strategies = [pipeline]
+    if case.sharded:
+        strategies.append(FSDP2(layout=layout, reshard_after_forward=False))
+    model, batch = llama("meta", sum(case.sizes)), case.batch()
+    loop = pipeline.loop(TrainingLoop(), model, batch, strategies)
+    with one_rank_of(world_size, rank):
+        graph, _ = record_training_step(
+            pipeline.local_stages(model, rank),
+            batch,
+            foreach_adamw,
+            distribute=distribution(layout, strategies),
+            loop=loop,
+        )
+    return graph.liveness(), played_actions(graph.actions, graph.liveness())
+
+
+def check(name, ranks, world_size):
+    case = PIPELINES[name]
+    real = ranks.run(name)
+    for rank in range(world_size):
+        liveness, actions = predicted(case, world_size, rank)
+        run = real[rank]
+        ours = {(one.iteration, f"{one.stage}{one.kind}{one.microbatch}"): one for one in actions}
+        optimizer = {(one.iteration, "optimizer"): one for one in liveness.phases() if one.phase == "optimizer"}
+        ours |= optimizer
+        # The first stage has no input to compute a gradient for: no operator runs.
+        ours = {key: one for key, one in ours.items() if not key[1].startswith("0I")}
+        assert [key for key in run.ends if key[1] != "start"] == sorted(ours, key=list(run.ends).index)
+        assert {key: one.end_bytes for key, one in ours.items()} == {key: run.ends[key] for key in ours}, f"rank {rank}"
+        peaks = {}
+        for phase, _, live in run.timeline:
+            peaks[phase] = max(peaks.get(phase, 0), live)
+        assert {key: one.peak_bytes for key, one in ours.items()} == {key: peaks[key] for key in ours}, f"rank {rank}"
+
+
+@pytest.mark.parametrize("name", _DEFAULT)
+def test_two_real_ranks_hold_what_is_predicted_at_every_action(name, two_ranks):
+    check(name, two_ranks, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PIPELINES if name.startswith("2") and name not in _DEFAULT])
+def test_two_real_ranks_hold_what_is_predicted_for_every_schedule(name, two_ranks):
+    check(name, two_ranks, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PIPELINES if name.startswith("4")])
+def test_four_real_ranks_hold_what_is_predicted_at_every_action(name, four_ranks):
+    check(name, four_ranks, 4)
