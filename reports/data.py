@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from metapeak.reports.calibration import calibrated
 from metapeak.reports.dtypes import dtype_rows
 from metapeak.tracer.liveness import Category
 from metapeak.tracer.simulation import RankResult, Simulation
@@ -81,6 +82,7 @@ def _rank(rank: RankResult) -> dict[str, Any]:
             "device_bytes": rank.device_bytes,
             "device_range": _range(*rank.device_range),
         },
+        "calibrated": calibrated(rank),
         "peak_at": {
             "iteration": peak_at.iteration,
             "phase": peak_at.phase,
