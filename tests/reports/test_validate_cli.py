@@ -39,7 +39,7 @@ def receipts(tmp_path):
 
 def test_receipts_that_differ_in_liveness_strategies_share_a_trace(receipts):
     groups = [[[one.id for one in step] for step in group] for group in trace_groups(receipts[1])]
-    assert groups[0] == [["plain", "plain-reserved", "unstated"], ["checkpointed"]]
+    assert groups[0] == [["plain", "plain-reserved", "compiled", "unstated"], ["checkpointed"]]
     assert [["other"]] in groups and [["shared"]] in groups
 
 
@@ -75,7 +75,7 @@ def test_results_are_kept_and_an_interrupted_run_goes_on(receipts, tmp_path, mon
     assert first.interrupted and first.predictions[0].predicted_bytes and first.predictions[3].refused == NOT_RUN
     monkeypatch.setattr(validation_run, "_predict_group", whole)
     second = validate(receipts[1], cache=cache)
-    assert not second.interrupted and second.from_cache == 4
+    assert not second.interrupted and second.from_cache == 5
     assert second.predictions[0] == first.predictions[0] and second.predictions[3].predicted_bytes
 
     def never(group):
