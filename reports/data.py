@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from metapeak.reports.calibration import calibrated
 from metapeak.reports.dtypes import dtype_rows
 from metapeak.reports.pipeline import pipeline_record
 from metapeak.tracer.liveness import Category
@@ -84,6 +85,7 @@ def _rank(rank: RankResult) -> dict[str, Any]:
             "device_bytes": rank.device_bytes,
             "device_range": _range(*rank.device_range),
         },
+        "calibrated": calibrated(rank),
         "peak_at": {
             "iteration": peak_at.iteration,
             "phase": peak_at.phase,

@@ -7,40 +7,14 @@ be run here is refused with the reason, never left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from metapeak.tracer.errors import InputError
-from metapeak.tracer.packages.diffusers import name_of
-from metapeak.tracer.packages.registry import PACKAGES
 
 # Metrics -> what of a prediction they are compared with.
 METRICS = ("max_allocated", "steady_allocated", "max_reserved", "max_active", "nvml", "unknown-gpu")
-_CHECKPOINTING = {"selective:op": "selective:torchtitan"}
-# Names of the receipts that the catalogue spells otherwise.
-_GPUS = {
-    "a10g-24gb": "a10g",
-    "rtx4070tis-16gb": "rtx-4070ti-super",
-    "v100-16gb": "v100-16gb-sxm2",
-    "h100-96gb": "h100-sxm",
-}
-# Every litgpt row was measured before October 2024 (see tracer/packages/litgpt.py, Note [StableEmbedding]); torchtune's
-# table is of the time of 0.4.
-_MEASURED_VERSIONS = {"litgpt": "litgpt-0.4", "torchtune": "torchtune-0.4"}
-# litgpt's scripts have this dropout unless they are told otherwise (finetune/lora.py at the rows' commits).
-_LITGPT_DROPOUT = 0.05
-# Loss path of transformers up to a version (exclusive); see strategies/losses/transformers_versions.py.
-_LOSS_OF_VERSION = (((4, 46), "transformers-4.45"), ((4, 49), "transformers-4.48"))
-# Versions that a source pins in a file of its own, where the receipt leaves them out: text in `source` -> versions.
-# fms-acceleration: scripts/benchmarks/refs/requirements_granite.txt. ms-swift's benchmark and BERT-large: before 5.
-_VERSIONS_OF_SOURCE = (("refs/a100_80gb_granite.csv", {"transformers": "4.45.2", "peft": "0.12.0"}),)
-# Presets whose trainers call transformers' gradient_checkpointing_enable, and the version from which that no longer
-# takes the reentrant kind by default (modeling_utils.py: use_reentrant True up to 4.57, False from 5.0).
-_TRAINERS, _NOT_REENTRANT_FROM = ("trl", "hf-trainer"), (5, 0)
-# Version of transformers from which a layer checkpoints its own forward, inside the unit that FSDP makes of it
-# (modeling_layers.py, GradientCheckpointingLayer); before, the model checkpointed the call of the layer, the unit's.
-_CHECKPOINTS_INSIDE_UNITS_FROM = (4, 52)
 
 
 class Refused(Exception):
@@ -77,6 +51,26 @@ class Receipt:
     @property
     def options(self) -> Mapping[str, Any]:
         return self.fields["options"]
+
+    @property
+    def stand_in(self) -> str | None:
+        """What is run beside the measured program because that cannot be had; None where it is the program itself.
+
+        The error against a stand-in is reported and judged by nothing.
+        """
+        said = []
+        if self.definition == "transformers-remote-code" and "lookalike" in self.fields:
+            alike = self.fields["lookalike"]
+            said.append(f"a native {alike['config']['model_type']} of the same sizes ({alike['differs']})")
+        if self.options.get("compile"):
+            said.append("the eager step in place of the compiled one")
+        return " and ".join(said) or None
+
+    @property
+    def source_name(self) -> str:
+        """The repository that published it, without the file and commit."""
+        words = self.source.split()
+        return words[0].rstrip(",:") if words else "(no source)"
 
 
 def read_receipts(path: str) -> list[Receipt]:
@@ -132,223 +126,11 @@ def selected(receipts: list[Receipt], ids: str | None, mechanisms: str | None) -
     return found
 
 
-def options_of_receipt(receipt: Receipt) -> dict[str, Any]:
-    """The options of the step that was measured, by name. Raises Refused with what is missing here."""
-    _check_definition(receipt)
-    package = package_of(receipt)
-    options, versions = receipt.options, _versions(receipt)
-    parallel = dict(_parallel(options, versions))
-    if options.get("compile"):
-        raise Refused("ran under torch.compile, which is not modelled")
-    if options.get("float8"):
-        raise Refused("computes in float8, which is not modelled")
-    found = {name: options[name] for name in ("batch_size", "seq_len", "image_size") if options.get(name)}
-    if options.get("attention"):
-        found["attention"] = _attention(options["attention"], receipt.model, versions)
-    found |= dict(_training(options, versions))
-    found |= dict(_method(options, receipt.source))
-    found |= dict(_package_loss(package, options) if package else _loss(options, versions))
-    if package:
-        _leave_to_package(package, found)
-    found |= parallel
-    if receipt.gpu:
-        found["gpu"] = _GPUS.get(receipt.gpu, receipt.gpu)
-    return found
-
-
-def _versions(receipt: Receipt) -> Mapping[str, str]:
-    """Versions of the frameworks that ran: the receipt's, and those that its source pins elsewhere."""
-    known = {}
-    for text, versions in _VERSIONS_OF_SOURCE:
-        if text in receipt.source:
-            known |= versions
-    return known | dict(receipt.options.get("framework_versions") or {})
-
-
-def package_of(receipt: Receipt) -> str | None:
-    """The prefix of the package whose classes were measured, None for models of transformers."""
-    name = receipt.definition.removeprefix("package:")
-    return name if name in PACKAGES and receipt.definition != name else None
-
-
-def reference_of(receipt: Receipt) -> str:
-    """The model reference that runs the code which was measured."""
-    package = package_of(receipt)
-    if package is None:
-        return receipt.model
-    name = receipt.fields["definition_key"]
-    if package == "diffusers":
-        name = name_of(name, receipt.fields["definition_facts"]["config"])
-    if package == "torchtune":  # adapters come with the method
-        name = name.removeprefix("qlora_").removeprefix("lora_")
-    return f"{_MEASURED_VERSIONS.get(package, package)}:{name}"
-
-
 def first_batch_only(receipt: Receipt) -> bool:
     """Whether only the first batch was as long as `seq_len` says: its peak comes before anything is held over."""
-    return "forced as first batch" in receipt.fields.get("notes", "")
+    return "forced as first batch" in receipt.fields.get("notes", "") or receipt.definition == "synthetic"
 
 
 def before_first_step(receipt: Receipt) -> bool:
     """Whether the value was read before training began: what was loaded, and nothing else."""
     return receipt.fields.get("notes", "").startswith("Before the first step")
-
-
-def _package_loss(package: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The package's own loss; litgpt has one for each method, which it takes by itself."""
-    loss = options.get("loss") or "eager"
-    if package == "torchtune":  # its chunked loss of that time
-        yield "loss", loss.replace("chunked:", "chunked-output:")
-
-
-def _leave_to_package(package: str, found: dict[str, Any]) -> None:
-    """What the package's own LoRA decides: adapters have the dtype of the weights, dropout is that of its script."""
-    if package == "litgpt" and found["method"] in ("lora", "qlora"):
-        found.setdefault("lora_dropout", _LITGPT_DROPOUT)
-    if package == "diffusers" and found["method"] == "lora":
-        found.setdefault("adapter_dtype", "weights")  # add_adapter casts nothing
-        return
-    dtype = found.pop("adapter_dtype", None)
-    if dtype not in (None, found.get("weights_dtype")):
-        raise Refused(
-            f"adapters in {dtype} beside weights in {found.get('weights_dtype')}: {package}'s own have the same"
-        )
-
-
-def _check_definition(receipt: Receipt) -> None:
-    definition = receipt.definition
-    if definition == "transformers":
-        return
-    if definition.startswith("package:"):
-        name = definition.removeprefix("package:")
-        if name not in PACKAGES:
-            raise Refused(f"the model's code is {name}'s own, which is not built here")
-        return
-    if definition == "transformers-remote-code":
-        raise Refused("the model's code lies in its Hub repository, which cannot be had here")
-    raise Refused(f"the measured program is of another kind ({definition})")
-
-
-def _training(options: Mapping[str, Any], versions: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    if options.get("weights_dtype"):
-        yield "weights_dtype", options["weights_dtype"]
-    if options.get("autocast"):
-        yield "autocast", options["autocast"]
-    if options.get("grad_accum", 1) > 1:
-        yield "grad_accum", options["grad_accum"]
-    if options.get("grad_clip"):
-        yield "max_grad_norm", float(options["grad_clip"])
-    checkpointing = options.get("checkpointing")
-    if checkpointing:
-        yield "checkpointing", _checkpointing(checkpointing, options.get("preset"), versions)
-    optimizer = options.get("optimizer") or {}
-    if optimizer.get("implementation") == "cpu-offload":
-        raise Refused("the optimizer runs on the host, which is not modelled")
-    if optimizer.get("name"):
-        yield "optimizer", optimizer["name"]
-        if optimizer.get("implementation"):
-            yield "implementation", optimizer["implementation"]
-
-
-def _parallel(options: Mapping[str, Any], versions: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """Engine and degrees. Raises Refused for an engine that is not predicted, or a degree of a kind that is not."""
-    parallel = options.get("parallel") or {}
-    engine = parallel.get("engine", "none")
-    if engine in ("deepspeed", "megatron"):
-        raise Refused(f"runs on several GPUs ({engine}), to whose options receipts are not mapped yet")
-    for name in ("pp", "cp", "ep"):
-        if (parallel.get(name) or 1) > 1:
-            raise Refused(f"runs with {name} {parallel[name]}, which is not predicted yet")
-    if engine == "none":
-        return
-    yield "engine", engine
-    yield from ((name, parallel[name]) for name in ("dp_replicate", "dp_shard", "tp") if (parallel.get(name) or 1) > 1)
-    if parallel.get("cpu_offload"):
-        yield "cpu_offload", True
-    version = _version(versions.get("transformers"))
-    around = options.get("preset") in _TRAINERS and (version is None or version < _CHECKPOINTS_INSIDE_UNITS_FROM)
-    if engine == "fsdp1" and around and options.get("checkpointing") not in (None, "none"):
-        yield "checkpoint_around_units", True
-
-
-def _attention(name: str, model: str, versions: Mapping[str, str]) -> str:
-    """Mistral's flash attention repeated keys and values before 4.48 (modeling_mistral.py, MistralFlashAttention2)."""
-    version = _version(versions.get("transformers"))
-    repeats = name == "flash2" and version is not None and version < (4, 48) and "mistral" in model.lower()
-    return "flash2-repeat-kv" if repeats else name
-
-
-def _checkpointing(policy: str, preset: str | None, versions: Mapping[str, str]) -> str:
-    policy = _CHECKPOINTING.get(policy, policy)
-    version = _version(versions.get("transformers"))
-    reentrant = preset in _TRAINERS and (version is None or version < _NOT_REENTRANT_FROM)
-    return f"reentrant:{policy}" if reentrant and policy == "full" else policy
-
-
-def _method(options: Mapping[str, Any], source: str) -> Iterator[tuple[str, Any]]:
-    yield "method", options.get("method", "full")
-    if options.get("trainable"):
-        yield "trainable", list(options["trainable"])
-    lora = dict(options.get("lora") or {})
-    names = {"targets": "lora_targets", "modules_to_save": "lora_modules_to_save", "dora": "lora_dora"}
-    names |= {"rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout", "adapter_dtype": "adapter_dtype"}
-    for name, value in lora.items():
-        if value is None or value is False:
-            continue
-        if name == "targets" and "all-linear" in value:
-            value = "all-linear"
-        yield names[name], value
-    quantization = dict(options.get("quantization") or {})
-    names = {"type": "quantization", "double_quant": "double_quant", "compute_dtype": "compute_dtype"}
-    names |= {"kbit_prepare": "kbit_prepare", "quant_storage": "quant_storage", "group_size": "group_size"}
-    for name, value in quantization.items():
-        if name not in names:
-            raise Refused(f"quantization.{name} is not an option here")
-        # GPTQ and AWQ layers compute in the dtype of their scales, the weights dtype.
-        only_4bit = name in ("double_quant", "compute_dtype") and quantization["type"] not in ("nf4", "fp4")
-        if value is not None and not only_4bit:
-            yield names[name], value
-    if quantization.get("type", "").startswith("gptq") and "fms-acceleration" in source:
-        yield "gptq_kernel", "triton-v2"  # the plugin's AutoGPTQ layers (plugins/accelerated-peft)
-    if quantization.get("type") in ("nf4", "fp4") and not quantization.get("quant_storage") and _is_flat(options):
-        # Flat parameters take floating point alone; fms-acceleration (framework_plugin_bnb.py) stores in the weights'.
-        yield "quant_storage", options["weights_dtype"]
-    if _kbit_cast_back(options):
-        yield "kbit_cast_back", True
-
-
-def _is_flat(options: Mapping[str, Any]) -> bool:
-    return (options.get("parallel") or {}).get("engine") == "fsdp1"
-
-
-def _kbit_cast_back(options: Mapping[str, Any]) -> bool:
-    """TRL before 1.0 casts embeddings and head back after PEFT's k-bit preparation (SFTTrainer.__init__)."""
-    prepared = (options.get("quantization") or {}).get("kbit_prepare")
-    return bool(prepared) and options.get("preset") == "trl" and (_major_of_trl(options) or 0) < 1
-
-
-def _major_of_trl(options: Mapping[str, Any]) -> int | None:
-    version = _version((options.get("framework_versions") or {}).get("trl"))
-    return version[0] if version else None
-
-
-def _loss(options: Mapping[str, Any], versions: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    loss = options.get("loss") or "eager"
-    version = _version(versions.get("transformers"))
-    if options.get("kernels"):
-        yield "kernels", list(options["kernels"])
-    if options.get("loss_chunk_tokens"):
-        yield "loss", "chunked"
-        yield "loss_chunk_tokens", options["loss_chunk_tokens"]
-    elif loss == "fused-linear":
-        yield "loss", "fused-linear-0.3" if version and version < (4, 46) else "fused-linear"
-    elif loss == "eager" and version:
-        path = next((path for limit, path in _LOSS_OF_VERSION if version < limit), "eager")
-        yield "loss", path
-    else:
-        yield "loss", loss
-
-
-def _version(text: str | None) -> tuple[int, int] | None:
-    parts = (text or "").split(".")
-    return (int(parts[0]), int(parts[1])) if len(parts) >= 2 and parts[0].isdigit() and parts[1].isdigit() else None

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from metapeak.reports.calibration import calibrated_line, threshold_line
 from metapeak.reports.data import CATEGORY_NAMES, module_rows
 from metapeak.reports.dtypes import dtype_rows
 from metapeak.reports.make_it_fit import print_suggestions
@@ -42,6 +43,7 @@ def print_summary(simulation: Simulation, console: Console, *, chart: bool = Fal
     print_head(simulation, rank, console)
     _verdict(simulation, rank, console)
     _peak(rank, console)
+    _calibrated(simulation, rank, console)
     print_ranks(simulation, console)
     _verified(simulation, console)
     print_pipeline(simulation, console)
@@ -210,6 +212,13 @@ def _peak(rank: RankResult, console: Console) -> None:
             f"-> device {gib(rank.device_bytes)}\n  (traced, derived, derived, {_overheads(rank)})"
         )
     )
+
+
+def _calibrated(simulation: Simulation, rank: RankResult, console: Console) -> None:
+    console.print(Text(calibrated_line(rank), style="dim"))
+    below = threshold_line(simulation.fit) if simulation.fit is not None else None
+    if below is not None:
+        console.print(Text(below, style="dim"))
 
 
 def _reserved_words(rank: RankResult) -> str:

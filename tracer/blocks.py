@@ -7,8 +7,8 @@ from torch import nn
 
 def block_names(root: nn.Module) -> list[str]:
     """Paths of the blocks, in module order: those that transformers checkpoints (GradientCheckpointingLayer), else the
-    items of the outermost ModuleLists and Sequentials with at least two items of one class. Blocks inside blocks are
-    not listed.
+    items of the outermost ModuleLists, ModuleDicts and Sequentials with at least two items of one class. Blocks inside
+    blocks are not listed.
     """
     marked = [name for name, module in root.named_modules() if _is_checkpointing_layer(module)]
     return _outermost(marked or [name for name, _ in _repeated(root)])
@@ -20,8 +20,8 @@ def _is_checkpointing_layer(module: nn.Module) -> bool:
 
 def _repeated(root: nn.Module):
     for path, module in root.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= 2:
-            kinds = [type(item) for item in module]
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and len(module) >= 2:
+            kinds = [type(item) for item in module.children()]
             for name, item in module.named_children():
                 if kinds.count(type(item)) >= 2:
                     yield (f"{path}.{name}" if path else name), item

@@ -1,20 +1,27 @@
-"""The table of receipts: what each published measurement is missed by, and why. `python -m` this file rewrites it.
+"""The table of receipts: what each published measurement is missed by, and why.
+
+    metapeak validate tests/data/receipts/dev.jsonl --json run.json && python -m tests.agreement.receipt_table run.json
 
 receipt_table.tsv has a line a receipt: its id, the signed error in percent or `refused`, and a note: the mechanism of a
-miss, or the reason of the refusal. Rewriting keeps the notes of misses; a new miss has to be given one by hand.
+miss, or the reason of the refusal. Rewriting keeps the notes of misses; a new miss has to be given one by hand. A run
+of every receipt also leaves its date, versions and seconds in receipt_run.json. Then calibrate.py and accuracy_table.py
+write what follows from both.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from metapeak.reports.receipts import Receipt, read_receipts
-from metapeak.reports.validation import Prediction, validate
 
 RECEIPTS = Path(__file__).parent.parent / "data" / "receipts" / "dev.jsonl"
 TABLE = Path(__file__).parent / "receipt_table.tsv"
+RUN = Path(__file__).parent / "receipt_run.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +40,11 @@ def read_table() -> dict[str, Row]:
     }
 
 
+def read_run() -> dict[str, Any]:
+    """Date and versions of the last run of every receipt."""
+    return json.loads(RUN.read_text(encoding="utf-8"))
+
+
 def steps(receipts: list[Receipt]) -> dict[str, list[Receipt]]:
     """Receipts by what they have in common: the peak and the steady bytes of one step."""
     groups: dict[str, list[Receipt]] = {}
@@ -47,16 +59,18 @@ def read() -> list[Receipt]:
     return read_receipts(str(RECEIPTS))
 
 
-def write_table(predictions: list[Prediction]) -> None:
-    """Put these predictions into the table; what it says of others, and the notes of misses, stays."""
+def write_table(record: Mapping[str, Any]) -> None:
+    """Put the receipts of a validation's record into the table; the others, and the notes of misses, stay."""
     table = read_table() if TABLE.exists() else {}
-    for one in predictions:
-        name = one.receipt.id
+    for row in record["receipts"]:
+        name, error = row["id"], row["error_percent"]
         note = table[name].note if name in table and table[name].error_percent is not None else ""
-        refused = one.refused is not None
-        table[name] = Row(error_percent=one.error_percent, note=one.refused if refused else note)
-    lines = [_line(receipt.id, table[receipt.id]) for receipt in read() if receipt.id in table]
+        table[name] = Row(error_percent=error, note=note if row["refused"] is None else row["refused"])
+    receipts = read()
+    lines = [_line(receipt.id, table[receipt.id]) for receipt in receipts if receipt.id in table]
     TABLE.write_text("receipt\terror percent\tnote\n" + "".join(lines), encoding="utf-8")
+    if len(record["receipts"]) == len(receipts):
+        RUN.write_text(json.dumps({name: record[name] for name in ("date", "versions")}, indent=2) + "\n")
 
 
 def _line(name: str, row: Row) -> str:
@@ -65,5 +79,5 @@ def _line(name: str, row: Row) -> str:
 
 
 if __name__ == "__main__":
-    wanted = [receipt for receipt in read() if not sys.argv[1:] or any(text in receipt.id for text in sys.argv[1:])]
-    write_table(validate(wanted, progress=lambda what: print(what, file=sys.stderr)))
+    for path in sys.argv[1:]:
+        write_table(json.loads(Path(path).read_text(encoding="utf-8")))

@@ -11,6 +11,8 @@ from metapeak.tracer.gpus import find_gpu
 MISTRAL_MAX_ALLOCATED = 72_434_837_504
 MISTRAL_STEADY_ALLOCATED = 43_467_876_352
 CUBLAS_WORKSPACES = 17_039_360  # two of 8,519,680 bytes, counted in both
+# 145 kB of 72 GB: position ids, masks and scalars of a trainer that are not in the traced step.
+TOLERANCE = 2e-6
 
 
 @pytest.mark.parametrize(
@@ -29,8 +31,7 @@ def test_mistral_full_fine_tune_on_a100(attention):
     )
     (rank,) = result.ranks
     traced_peak = max(phase.peak_bytes for phase in rank.phases)
-    assert traced_peak == pytest.approx(MISTRAL_MAX_ALLOCATED, rel=0.002)
     assert rank.requested_bytes - traced_peak == CUBLAS_WORKSPACES
-    assert rank.allocated_bytes == pytest.approx(MISTRAL_MAX_ALLOCATED, rel=0.001)
-    assert rank.steady_bytes + CUBLAS_WORKSPACES == pytest.approx(MISTRAL_STEADY_ALLOCATED, rel=0.001)
+    assert rank.allocated_bytes == pytest.approx(MISTRAL_MAX_ALLOCATED, rel=TOLERANCE)
+    assert rank.steady_bytes + CUBLAS_WORKSPACES == pytest.approx(MISTRAL_STEADY_ALLOCATED, rel=TOLERANCE)
     assert rank.peak_at.op == "aten._foreach_sqrt.default"

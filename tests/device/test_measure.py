@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from metapeak.reports.receipts import options_of_receipt, read_receipts
+from metapeak.reports.receipt_options import options_of_receipt
+from metapeak.reports.receipts import read_receipts
 from metapeak.strategies.settings import options_of, resolve
 from tests.device import measure, run_case
 

@@ -1,12 +1,16 @@
 """Models of other packages: the interface with a tiny package made here, and the real ones where they are installed."""
 
+import importlib.util
 import textwrap
+from dataclasses import replace
 
 import pytest
 
 from metapeak.reports.receipts import Receipt
 from metapeak.reports.validation import predict
 from metapeak.strategies import simulate_options
+from metapeak.strategies.request import simulate_resolved, step_spec
+from metapeak.strategies.settings import options_of, resolve
 from metapeak.tracer.errors import InputError, ModelNotFound, UnknownName
 from metapeak.tracer.packages import registry, split_reference
 
@@ -226,3 +230,30 @@ def test_diffusers_ltx_video_after_an_epoch_as_measured():
     # finetrainers docs/training/ltx_video.md at 41dd338: 10.769 GiB allocated after an epoch of full fine-tuning.
     simulation = simulate_options("diffusers:LTX-Video", {"weights_dtype": "bf16", "checkpointing": "full"})
     assert simulation.worst.steady_bytes == pytest.approx(11_563_125_703, rel=0.003)
+
+
+def test_timm_trains_the_classes_that_the_name_asks_for():
+    if not all(importlib.util.find_spec(name) for name in ("timm", "torchvision")):
+        pytest.skip("timm is not installed")
+    simulation = simulate_options("timm:vit_tiny_patch16_224@45", {"batch_size": 2})
+    # timm's own count of vit_tiny_patch16_224 with 1,000 classes is 5,717,416
+    assert simulation.model.parameters == 5_717_416 - (1000 - 45) * (192 + 1)
+
+
+@pytest.mark.slow
+def test_torchtitan_checkpoints_and_shards_its_own_blocks():
+    pytest.importorskip("torchtitan")
+    pytest.importorskip("tensorboard")
+    options = {"weights_dtype": "fp32", "autocast": "bf16", "batch_size": 8, "seq_len": 1024}
+    plain = simulate_options("torchtitan:llama3:debugmodel", options)
+    checkpointed = simulate_options("torchtitan:llama3:debugmodel", options | {"checkpointing": "full"})
+    assert checkpointed.worst.allocated_bytes < plain.worst.allocated_bytes
+
+
+def test_the_loss_of_xtuner_holds_four_copies_of_the_logits():
+    """The published script holds 38.53 GiB: logits, log-probabilities and two gradients beside head and input."""
+    options = {"seq_len": 32768, "weights_dtype": "bf16", "optimizer": "none"}
+    step = replace(step_spec(resolve(options_of(options, "test"))), iterations=1)
+    simulation = simulate_resolved("synthetic:lm-head-loss", resolve(options_of(options, "test")), step=step)
+    hidden, head, logits, workspace = 32768 * 4096 * 2, 4096 * 151936 * 2, 32768 * 151936 * 2, 8_519_680
+    assert simulation.worst.allocated_bytes == pytest.approx(hidden + head + 4 * logits + workspace, abs=2 * 2**20)

@@ -39,6 +39,9 @@ PACKAGES: dict[str, Entry] = {
         extra="torchtune",
     ),
     "diffusers": Entry(file="metapeak.tracer.packages.diffusers", requires=("diffusers",)),
+    "torchtitan": Entry(file="metapeak.tracer.packages.torchtitan", requires=("torchtitan", "tensorboard")),
+    "timm": Entry(file="metapeak.tracer.packages.timm", requires=("timm", "torchvision")),
+    "synthetic": Entry(file="metapeak.tracer.packages.synthetic", requires=(), extra="torch"),
 }
 
 
