@@ -89,8 +89,8 @@ def deepspeed_strategy(layout: Layout, values: Mapping[str, Any]) -> DeepSpeed:
     """The strategy of the options. Raises InputError where DeepSpeed is not installed."""
     if not is_installed():
         raise InputError(
-            "engine deepspeed runs DeepSpeed itself, which is not installed: pip install 'metapeak[deepspeed]' (or "
-            "DS_BUILD_OPS=0 pip install deepspeed). PyTorch's own sharding is --engine fsdp2 with --dp-shard."
+            "engine deepspeed runs DeepSpeed itself, which is not installed: DS_BUILD_OPS=0 pip install "
+            "'deepspeed>=0.19.8,<0.20'. PyTorch's own sharding is --engine fsdp2 with --dp-shard."
         )
     zero = {name: values[name] for name in ZERO_DEFAULTS if values[name] is not None}
     zero = {name: value == "true" if value in TRUTHS else value for name, value in zero.items()}

@@ -97,7 +97,7 @@ def test_the_trainers_sizes_go_by_the_hidden_size():
 
 def test_without_deepspeed_the_engine_is_refused_with_what_to_install(monkeypatch):
     monkeypatch.setattr(zero_options, "is_installed", lambda: False)
-    assert "pip install 'metapeak[deepspeed]'" in refusal(zero_stage=3, gpus=8)
+    assert "pip install 'deepspeed>=0.19.8,<0.20'" in refusal(zero_stage=3, gpus=8)
 
 
 def test_fsdp2_casts_parameters_where_a_region_would_cast_operators():
