@@ -250,8 +250,10 @@ def _method(options: Mapping[str, Any], source: str) -> Iterator[tuple[str, Any]
             yield names[name], value
     if quantization.get("type", "").startswith("gptq") and "fms-acceleration" in source:
         yield "gptq_kernel", "triton-v2"  # the plugin's AutoGPTQ layers (plugins/accelerated-peft)
-    if quantization.get("type") in ("nf4", "fp4") and not quantization.get("quant_storage") and _is_flat(options):
-        # Flat parameters take floating point alone; fms-acceleration (framework_plugin_bnb.py) stores in the weights'.
+    packed = quantization.get("type") in ("nf4", "fp4", "gptq4", "gptq8")
+    if packed and not quantization.get("quant_storage") and _is_flat(options):
+        # Flat parameters take floating point alone; fms-acceleration stores in the weights' (framework_plugin_bnb.py)
+        # or sees the integers as that (framework_plugin_autogptq.py).
         yield "quant_storage", options["weights_dtype"]
     if _kbit_cast_back(options):
         yield "kbit_cast_back", True

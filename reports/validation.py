@@ -15,13 +15,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from metapeak.reports.receipt_options import options_of_receipt, reference_of
 from metapeak.reports.receipts import Receipt, Refused, before_first_step, first_batch_only
 from metapeak.strategies.request import simulate_resolved, step_spec
 from metapeak.strategies.settings import options_of, resolve
 from metapeak.strategies.shared_trace import SharedTraces
 from metapeak.tracer.errors import MetapeakError
-from metapeak.tracer.liveness import Category
+from metapeak.tracer.liveness import Category, Phase
 from metapeak.tracer.simulation import Option, RankResult, Simulation
 
 # Beyond the source's own rounding: within for byte-exact sources (by metric), and for the others. See the note above.
@@ -101,9 +103,23 @@ def _simulate(receipt: Receipt, traces: dict[str, SharedTraces]) -> Simulation:
     options = resolved_options(receipt)
     reference = reference_of(receipt)
     if first_batch_only(receipt):
-        step = dataclasses.replace(step_spec(options), iterations=1, grad_accum=1)
-        return simulate_resolved(reference, options, step=step)
+        # Where ranks share gradients, the first of several micro-batches keeps them whole for the last one.
+        step = dataclasses.replace(step_spec(options), iterations=1)
+        if options["engine"].value != "none" and step.grad_accum > 1:
+            return _first_batch(simulate_resolved(reference, options, step=step))
+        return simulate_resolved(reference, options, step=dataclasses.replace(step, grad_accum=1))
     return traces.setdefault(reference, SharedTraces(reference)).simulate(options)
+
+
+def _first_batch(simulation: Simulation) -> Simulation:
+    """The step up to the end of its first backward."""
+    ranks = []
+    for rank in simulation.ranks:
+        backward = np.flatnonzero(rank.liveness.op_phase == Phase.BACKWARD)
+        gaps = np.flatnonzero(np.diff(backward) > 1)
+        end = int(backward[gaps[0]] if len(gaps) else backward[-1]) + 1
+        ranks.append(dataclasses.replace(rank, liveness=rank.liveness.until(end)))
+    return dataclasses.replace(simulation, ranks=tuple(ranks))
 
 
 def resolved_options(receipt: Receipt) -> dict[str, Option]:

@@ -20,6 +20,7 @@ from metapeak.strategies.checkpoint_policies import EveryBlock
 from metapeak.strategies.gradient_checkpointing import CheckpointEveryBlock, GradientCheckpointing
 from metapeak.strategies.lora import LoRA
 from metapeak.strategies.loss import Loss
+from metapeak.strategies.parallel.fsdp1 import FSDP1
 from metapeak.strategies.quantization.strategy import Quantization
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.packages.base import Adapters
@@ -50,6 +51,8 @@ def _translated(package: Package, strategy: Strategy) -> Strategy:
         return PackageQuantization.of(package, strategy)
     if isinstance(strategy, Loss):
         return PackageLoss.of(package, strategy)
+    if isinstance(strategy, FSDP1):  # the packages' scripts name the blocks alone (litgpt: auto_wrap_policy={Block})
+        return dataclasses.replace(strategy, trained_units=False)
     if isinstance(strategy, (CheckpointEveryBlock, GradientCheckpointing)):
         policy = EveryBlock() if isinstance(strategy, CheckpointEveryBlock) else strategy.policy
         return PackageCheckpointing(policy=policy)

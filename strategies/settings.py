@@ -129,7 +129,8 @@ SETTINGS = (
         choices=tuple(DTYPES),
     ),
     Setting(
-        name="quant_storage", kind=str, default=None, help="what nf4 and fp4 are packed into; default uint8",
+        name="quant_storage", kind=str, default=None,
+        help="what nf4 and fp4 are packed into; default uint8; of GPTQ, what its integers are seen as",
         choices=tuple(STORAGE_DTYPES),
     ),
     Setting(name="group_size", kind=int, default=None, help="inputs of one GPTQ or AWQ scale; default 128, -1: all"),

@@ -229,6 +229,19 @@ class Liveness:
             for start, end in zip(starts, ends)
         ]
 
+    def until(self, index: int) -> Liveness:
+        """The first `index` operations, with what is born by then; what dies later outlives them."""
+        kept = np.flatnonzero(self.birth < index)
+        storages = ("birth", "nbytes", "category", "module", "source", "dtype")
+        operations = ("op", "op_phase", "op_iteration", "op_module", "op_recompute", "op_node")
+        return replace(
+            self,
+            **{name: getattr(self, name)[kept] for name in storages},
+            **{name: None if getattr(self, name) is None else getattr(self, name)[:index] for name in operations},
+            death=np.minimum(self.death[kept], index + 1),
+            shapes=[self.shapes[row] for row in kept],
+        )
+
     def steady_bytes(self) -> int:
         """Traced bytes between steps: what is left after the last training step's garbage is freed."""
         return self.bytes_before(self.training_ops)

@@ -28,7 +28,8 @@ class FSDP1(NoOpStrategy):
 
     `sharding` is FULL_SHARD or SHARD_GRAD_OP (no resharding after forward). `param_dtype`, `reduce_dtype` and
     `buffer_dtype` make the MixedPrecision. `backward_prefetch` is BACKWARD_PRE, BACKWARD_POST or None.
-    `checkpoint_around_units`: checkpoints go around the units, not inside (see checkpoints.py).
+    `trained_units`: trained modules beside frozen ones are units of their own, as PEFT's policy for the Hugging Face
+    Trainer wraps. `checkpoint_around_units`: checkpoints go around the units, not inside (see checkpoints.py).
     """
 
     layout: Layout = NO_LAYOUT
@@ -41,6 +42,7 @@ class FSDP1(NoOpStrategy):
     backward_prefetch: str | None = "BACKWARD_PRE"
     limit_all_gathers: bool = True
     upcast: str = "none"
+    trained_units: bool = True
     checkpoint_around_units: bool = False
 
     name = "fsdp1"
@@ -57,6 +59,11 @@ class FSDP1(NoOpStrategy):
         leaves = trained_leaves(module)
         if not leaves:
             return ()
+        if not self.trained_units:
+            return (
+                "units hold frozen and trained parameters together (use_orig_params): their gradients are as large as "
+                "the whole unit's shards, frozen ones in them as zeros",
+            )
         return (
             f"{len(leaves)} trained modules are units of their own beside frozen ones, as PEFT's FSDP policy wraps",
         )
@@ -69,7 +76,9 @@ class FSDP1(NoOpStrategy):
         from metapeak.tracer.phantom import DEVICE
 
         _check_flattening(module)
-        names = {name for unit in units_of(module, self.wrap) for name in unit.modules} | {*trained_leaves(module)}
+        names = {name for unit in units_of(module, self.wrap) for name in unit.modules}
+        if self.trained_units:
+            names |= {*trained_leaves(module)}
         units = {id(module.get_submodule(name)) for name in names}
         dtypes = {
             name: getattr(torch, value)

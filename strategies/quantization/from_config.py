@@ -58,7 +58,9 @@ def with_checkpoint_quantization(
         return list(strategies), ()
     if asked:
         _refuse_other_options(resolved.id, asked[0], own)
-        kept = ("kbit_prepare", "kbit_cast_back", "gptq_kernel")
+        kept = ["kbit_prepare", "kbit_cast_back", "gptq_kernel"]
+        if own.method == "gptq":  # how its integers are held, no matter of the file
+            kept.append("quant_storage")
         own = dataclasses.replace(own, **{name: getattr(asked[0], name) for name in kept})
         return [own if strategy is asked[0] else strategy for strategy in strategies], ()
     return [own, *strategies], ()
@@ -67,7 +69,8 @@ def with_checkpoint_quantization(
 def _refuse_other_options(model: str, asked: Quantization, own: Quantization) -> None:
     """Refuse what the checkpoint decides otherwise. Double quantisation gives way: presets and qlora fill it in."""
     for field in dataclasses.fields(Quantization):
-        if field.name in ("compute_dtype", "quant_storage", "group_size", "skip_modules"):
+        held = field.name == "quant_storage" and own.method == "gptq"
+        if field.name in ("compute_dtype", "quant_storage", "group_size", "skip_modules") and not held:
             value, there = getattr(asked, field.name), getattr(own, field.name)
             if value != there and (field.name in asked.named or value != field.default):
                 raise InputError(f"{model} is quantised already, with {field.name} {there}; {value} was asked for.")

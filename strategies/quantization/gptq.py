@@ -3,13 +3,16 @@
 What it changes: a linear layer becomes a QuantLinear as AutoGPTQ and GPTQModel load it.
 Where each byte comes from: qweight holds 32 / bits weights in an int32, qzeros the zero points of each group likewise,
 scales a float16 for each group and output, g_idx an int32 for each input; the bias is a buffer too.
+For FSDP1, whose flat parameters hold floating point alone, fms-acceleration makes qweight and qzeros frozen parameters
+that see their bytes as the weights' dtype, and looks at them as integers again in forward (`seen_as`).
 Kernels: `triton-v2` (AutoGPTQ, and the copy of it in fms-acceleration) dequantises the whole weight inside an autograd
 function, in forward and again in backward. `torch` (what GPTQModel trains with) dequantises with ordinary operators and
 multiplies under autograd, so the dequantised weight is saved for backward.
 Not modelled: exllama and marlin (inference only); the temporaries inside the dequantisation of `torch`, which GPTQModel
 compiles into one kernel; zero points of packing formats other than int32.
 Sources: AutoGPTQ nn_modules/qlinear/qlinear_tritonv2.py and triton_utils/dequant.py; GPTQModel nn_modules/qlinear/
-torch.py (TorchQuantLinear) and tritonv2.py, which trains as torch.
+torch.py (TorchQuantLinear) and tritonv2.py, which trains as torch; fms-acceleration plugins/accelerated-peft
+framework_plugin_autogptq.py (patch_forward_to_view_attributes_before_call).
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class GptqLinear(QuantizedLayer, nn.Module):
         group_size: int = 128,
         kernel: str = "torch",
         dtype: torch.dtype = torch.float16,
+        seen_as: torch.dtype | None = None,
     ):
         super().__init__()
         if in_features % 32 or out_features % 32:
@@ -47,8 +51,15 @@ class GptqLinear(QuantizedLayer, nn.Module):
         self.in_features, self.out_features, self.bits, self.kernel = in_features, out_features, bits, kernel
         self.group_size = group_size if group_size != -1 else in_features
         groups = -(in_features // -self.group_size)
-        hold(self, "qweight", (in_features // 32 * bits, out_features), torch.int32)
-        hold(self, "qzeros", (groups, out_features // 32 * bits), torch.int32)
+        for name, shape in (
+            ("qweight", (in_features // 32 * bits, out_features)),
+            ("qzeros", (groups, out_features // 32 * bits)),
+        ):
+            if seen_as is None:
+                hold(self, name, shape, torch.int32)
+            else:
+                packed = torch.empty(shape, dtype=torch.int32, device="meta").view(seen_as)
+                self.register_parameter(name, nn.Parameter(packed, requires_grad=False))
         hold(self, "scales", (groups, out_features), dtype)
         hold(self, "g_idx", (in_features,), torch.int32)
         hold_bias(self, source, dtype)
@@ -75,7 +86,8 @@ class GptqLinear(QuantizedLayer, nn.Module):
 
 def dequantize(layer: GptqLinear) -> torch.Tensor:
     """The weight, of shape (in_features, out_features)."""
-    return torch.ops.gptq.dequantize(layer.qweight, layer.scales, layer.qzeros, layer.g_idx, layer.scales.dtype)
+    qweight, qzeros = (packed.view(torch.int32) for packed in (layer.qweight, layer.qzeros))
+    return torch.ops.gptq.dequantize(qweight, layer.scales, qzeros, layer.g_idx, layer.scales.dtype)
 
 
 class _QuantLinear(torch.autograd.Function):

@@ -23,7 +23,8 @@ class Scheme:
     options: tuple[str, ...] = ()
 
 
-_OF_4BIT, _OF_GPTQ = ("double_quant", "compute_dtype", "quant_storage"), ("compute_dtype", "group_size", "gptq_kernel")
+_OF_4BIT = ("double_quant", "compute_dtype", "quant_storage")
+_OF_GPTQ = ("compute_dtype", "group_size", "gptq_kernel", "quant_storage")
 SCHEMES = {
     scheme.name: scheme
     for scheme in (

@@ -141,6 +141,7 @@ class Quantization(NoOpStrategy):
                 group_size=self.group_size,
                 kernel=self.gptq_kernel,
                 dtype=compute_dtype or torch.float16,
+                seen_as=None if self.quant_storage == "uint8" else getattr(torch, STORAGE_DTYPES[self.quant_storage]),
             )
         if self.method == "awq":
             from metapeak.strategies.quantization.awq import AwqLinear

@@ -214,6 +214,21 @@ def test_flat_parameters_refuse_integers_and_take_floats(tiny):
     tiny(engine="fsdp1", dp_shard=4, method="qlora", weights_dtype="bf16", quant_storage="bf16")
 
 
+def test_integers_of_gptq_are_sharded_where_they_are_seen_as_floats(tiny):
+    options = {"method": "qlora", "quantization": "gptq4", "gptq_kernel": "triton-v2", "weights_dtype": "fp16"}
+    options |= {"even": True, "optimizer": "sgd"}
+    plain = tiny(**options).worst
+    assert tiny(**options, quant_storage="fp16").worst.requested_bytes == plain.requested_bytes
+    whole, seen = (
+        tiny(**options, engine="fsdp1", dp_shard=4, quant_storage=storage).worst for storage in (None, "fp16")
+    )
+    # 4 bits a weight of the seven projections of two layers, and their zero points, one group of 64 or 128 inputs
+    weights = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 2 * 64 * 128 + 128 * 64)
+    zeros = 2 * (64 + 32 + 32 + 64 + 128 + 128 + 64)
+    packed = (weights + zeros) // 2
+    assert loaded(whole) - loaded(seen) == packed - packed // 4
+
+
 def test_tensor_parallel_layers_are_cut_and_the_rest_stays(tiny):
     plain, cut = tiny().worst, tiny(tp=2).worst
     # Embedding, head and every projection are halves; norms (5 x 48) are whole.
