@@ -127,7 +127,7 @@ def record_training_step(
             count = len(loop.batches_of_engine(batches))
             with _refusals("The engine cannot train this model"), unrecorded():
                 engine = held.enter_context(make_engine(model, make_optimizer, count))
-        run = TrainingLoop.run if engine is None else TrainingLoop.run_engine
+        run = type(loop).run if engine is None else type(loop).run_engine
         recorder = Recorder(model, decouple_saves=decouple_saves, outermost=run.__code__)
         load_step(recorder, model, batches if loop.grad_accum > 1 else batches[0])
         if engine is not None:
