@@ -14,7 +14,7 @@ from metapeak.reports.sizes import gib, size
 from metapeak.reports.summary import print_sentences, verdict_style
 from metapeak.strategies.serving import Serving
 from metapeak.strategies.serving.room import ServingRank
-from metapeak.strategies.serving.speed import Cost
+from metapeak.strategies.serving.speed import Cost, egress_cost
 from metapeak.tracer.instances import COLLECTED
 from metapeak.tracer.kv_cache import CacheLayout
 from metapeak.tracer.simulation import Option, Verdict
@@ -40,6 +40,7 @@ def serving_record(serving: Serving, options: Mapping[str, Option]) -> dict[str,
             "parameter_bytes": serving.model.parameter_bytes,
         },
         "options": {name: {"value": option.value, "from": option.origin} for name, option in options.items()},
+        "egress_usd_per_million_tokens": egress_per_million(options),
         "how": {
             "traced": True,
             "torch": serving.how.torch,
@@ -85,6 +86,12 @@ def serving_record(serving: Serving, options: Mapping[str, Option]) -> dict[str,
             "headroom_bytes": serving.fit.headroom_bytes,
         },
     }
+
+
+def egress_per_million(options: Mapping[str, Option]) -> float | None:
+    """USD for sending a million tokens as text, at the price that was given."""
+    price = options["egress_price"].value
+    return None if price is None else egress_cost(10**6, price)
 
 
 def _layout(layout: CacheLayout) -> dict[str, Any]:

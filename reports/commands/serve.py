@@ -34,7 +34,7 @@ class Serve:
     def run(self, arguments: argparse.Namespace) -> int:
         from metapeak.reports.options import resolve_options
         from metapeak.reports.progress import Progress
-        from metapeak.reports.serving import print_serving, serving_record
+        from metapeak.reports.serving import egress_per_million, print_serving, serving_record
         from metapeak.strategies.serving.settings import SERVING_SETTINGS, serve_resolved
 
         quiet_transformers()
@@ -44,9 +44,14 @@ class Serve:
             return _compare(arguments, options, targets)
         with Progress() as progress:
             serving = serve_resolved(arguments.model, options, progress=progress)
-        put_result(
-            arguments, targets, lambda: serving_record(serving, options), lambda out: print_serving(serving, out)
-        )
+
+        def show(out) -> None:
+            print_serving(serving, out)
+            sent = egress_per_million(options)
+            if sent is not None:
+                out.print(f"Sending a million tokens as text, 4 bytes each: {sent:.6g} USD.")
+
+        put_result(arguments, targets, lambda: serving_record(serving, options), show)
         return exit_code(serving.fit.verdict) if arguments.require_fit else DONE
 
 

@@ -47,6 +47,7 @@ SERVING_SETTINGS = (
         help="fraction of the GPU (SGLang's mem_fraction_static); default: the engine's",
     ),
     Setting(name="enforce_eager", kind=bool, default=False, help="no CUDA graphs"),
+    Setting(name="egress_price", kind=float, default=None, help="USD a GB of text that leaves the cloud"),
     BY_NAME["trust_remote_code"],
 )  # fmt: skip
 
@@ -71,6 +72,9 @@ def serve_resolved(
 ) -> Serving:
     """`serve` with resolved options. Raises InputError without a GPU, and as `serve`."""
     gpu = gpu_of(options)
+    price = options["egress_price"].value
+    if price is not None and price < 0:
+        raise InputError(f"egress_price is {price:g}, but a price is not negative.")
     if gpu is None:
         raise InputError("serve needs --gpu NAME or --gpu-memory 24GiB: the cache gets what the rest leaves of it.")
     return serve(model_spec(reference, options), serving_spec(options), gpu=gpu, progress=progress)

@@ -135,4 +135,4 @@ def egress_cost(tokens: int, price_per_gb: float, bytes_a_token: float = 4.0) ->
     >>> egress_cost(10**9, 0.09)
     0.36
     """
-    return round(tokens * bytes_a_token / 1e9 * price_per_gb, 6)
+    return round(tokens * bytes_a_token / 1e9 * price_per_gb, 9)

@@ -6,6 +6,7 @@ import pytest
 
 from metapeak.reports.cli import main
 from metapeak.reports.commands.base import BAD_INPUT, BORDERLINE, DOES_NOT_FIT, DONE
+from tests.reports.command_line import metapeak
 
 GPT2 = "openai-community/gpt2"
 # 12 layers x keys and values x 768 x 2 bytes
@@ -161,3 +162,11 @@ def test_an_encoder_decoder_keeps_the_encoders_positions_too(capsys):
     assert record["kv_bytes_per_token"] == record["cross_attention_bytes_per_token"] == 6 * 2 * 8 * 64 * 2
     tokens = record["context"] + 100
     assert record["kv_bytes_per_sequence"] == tokens * record["kv_bytes_per_token"]
+
+
+def test_what_leaves_the_cloud_has_its_price():
+    command = ["serve", "Qwen/Qwen3-0.6B", "--gpu", "l4", "--egress-price", "0.09"]
+    assert json.loads(metapeak(*command, "--json", "-").stdout)["egress_usd_per_million_tokens"] == 0.00036
+    assert "Sending a million tokens as text, 4 bytes each: 0.00036 USD." in metapeak(*command).stdout
+    run = metapeak(*command[:-1], "-1")
+    assert run.returncode == 1 and "a price is not negative" in run.stderr
