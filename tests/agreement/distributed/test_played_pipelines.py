@@ -52,7 +52,11 @@ def check(tiny, name):
     assert play.call_count == len(played.ranks)
     with mock.patch.object(pipeline_traces, "short_run", lambda *given: None):
         whole = simulate_options(tiny, options)
-    assert played.how.assumptions == whole.how.assumptions
+    assert [text for text in played.how.assumptions if text != pipeline_traces.BUFFER_KEPT] == [*whole.how.assumptions]
+    if name == "interleaved, sharded":
+        assert pipeline_traces.BUFFER_KEPT in played.how.assumptions
+        check_but_for_a_buffer(played, whole)
+        return
     for ours, theirs in zip(played.ranks, whole.ranks, strict=True):
         assert ours.actions == theirs.actions
         assert ours.breakdown == theirs.breakdown
@@ -61,6 +65,17 @@ def check(tiny, name):
         assert ours.steady_bytes == theirs.steady_bytes
         assert ours.requested_bytes == theirs.requested_bytes
         assert ours.peak_at.module == theirs.peak_at.module and ours.peak_at.op == theirs.peak_at.op
+
+
+def check_but_for_a_buffer(played, whole):
+    """What BUFFER_KEPT says: the same bytes after every action, peaks that are one unit's all-gather higher at most."""
+    block = 4 * (2 * 48 * 48 + 2 * 24 * 48 + 3 * 100 * 48 + 2 * 48)
+    for ours, theirs in zip(played.ranks, whole.ranks, strict=True):
+        assert [one.end_bytes for one in ours.actions] == [one.end_bytes for one in theirs.actions]
+        assert ours.steady_bytes == theirs.steady_bytes
+        assert 0 <= ours.requested_bytes - theirs.requested_bytes <= block
+        differing = [one for one, other in zip(ours.actions, theirs.actions) if one != other]
+        assert {one.kind for one in differing} <= {"F"} and len(differing) <= 4
 
 
 @pytest.mark.parametrize("name", _DEFAULT)
