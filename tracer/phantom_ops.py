@@ -372,6 +372,7 @@ def unscale(mode, func, args, kwargs):
 
 
 FILLED_FLOATS_LIMIT = 1 << 20  # larger ones accumulate hidden states, which nobody reads
+FILLED_WHOLE = 1 << 16  # larger ones are optimizer states and shards: one element stands for all until a write
 
 
 @handles(aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full)
@@ -391,7 +392,9 @@ def filled(mode, func, args, kwargs):
         value = _argument(func, args, kwargs, "fill_value") if value is None else value
         value = mode.values(value) if isinstance(value, torch.Tensor) else value
         if value is not None:
-            output.known = torch.full(output.shape, value, dtype=output.dtype)
+            whole = not output.is_floating_point() or output.numel() <= FILLED_WHOLE
+            values = torch.full(output.shape if whole else (), value, dtype=output.dtype)
+            output.known = values.expand(output.shape)
     return output
 
 

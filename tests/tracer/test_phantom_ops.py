@@ -389,3 +389,19 @@ def test_parameters_that_are_converted_in_forward():
 def test_unknown_values_outside_the_step_are_refused():
     with pytest.raises(TraceError):
         phantom_from_cpu(torch.zeros(2)).sum()
+
+
+def test_large_fillings_are_known_by_one_element_until_they_are_written():
+    """Optimizer states: thousands of them, which nobody reads, must not take the host's memory."""
+    from metapeak.tracer.dispatch import unrecorded
+    from metapeak.tracer.phantom import phantom_from_meta
+
+    with unrecorded() as mode:
+        like = phantom_from_meta(torch.empty(1 << 18, device="meta"))
+        zeros = torch.zeros_like(like)
+        assert zeros.known.untyped_storage().nbytes() == 4 and bool((zeros == 0).all())
+        zeros[0] = 1.0
+        assert mode.values(zeros) is None
+        small = torch.zeros_like(like[:8])
+        small[0] = 1.0
+        assert mode.values(small).tolist() == [1.0] + [0.0] * 7
