@@ -14,12 +14,10 @@ from metapeak.reports.commands.base import (
     put_result,
     quiet_transformers,
 )
-from metapeak.strategies.settings import SETTINGS
 from metapeak.tracer.errors import InputError
 
 # What a plan chooses where nobody did, and asks for by flags of its own.
 _OWN = ("gpu", "gpus", "gpu_memory")
-_SETTINGS = tuple(setting for setting in SETTINGS if setting.name not in _OWN)
 _CHOSEN = ("tp", "dp_shard", "dp_replicate", "batch_size", "grad_accum")
 
 
@@ -51,7 +49,7 @@ class PlanCommand:
             metavar="MINUTES",
             help="between checkpoints that are kept",
         )
-        add_to_parser(parser, _SETTINGS)
+        add_to_parser(parser, _settings())
         output = parser.add_argument_group("output")
         add_json(output)
         add_cache(output)
@@ -65,7 +63,7 @@ class PlanCommand:
 
         quiet_transformers()
         _check(arguments)
-        given = given_options(arguments, _SETTINGS)
+        given = given_options(arguments, _settings())
         gpus = gpus_of(arguments.gpu)
         instances = read_instances(arguments.instances) if arguments.instances else all_instances()
         prices = f"of {arguments.instances}" if arguments.instances else prices_of_catalogue()
@@ -95,6 +93,13 @@ class PlanCommand:
         return DONE
 
 
+def _settings():
+    """Every option of an estimate but those that a plan asks for in its own way."""
+    from metapeak.strategies.settings import SETTINGS
+
+    return tuple(setting for setting in SETTINGS if setting.name not in _OWN)
+
+
 def _check(arguments: argparse.Namespace) -> None:
     for name, least in (
         ("top", 1),
@@ -114,7 +119,7 @@ def _command(arguments: argparse.Namespace) -> str:
     """`metapeak estimate MODEL` with the options that were given and that the plan did not choose."""
     words = ["metapeak", "estimate", arguments.model]
     words += ["--config", arguments.config] if arguments.config else []
-    for setting in _SETTINGS:
+    for setting in _settings():
         value = getattr(arguments, setting.name)
         if value is not None and setting.name not in (*_CHOSEN, "method", "checkpointing"):
             words += [setting.flag] if value is True else [setting.flag, str(value)]
@@ -124,11 +129,12 @@ def _command(arguments: argparse.Namespace) -> str:
 def _free(arguments: argparse.Namespace, given):
     """What the plan may choose: what was given stands."""
     from metapeak.strategies.planning.candidates import Open, counts_of
+    from metapeak.strategies.settings import BY_NAME
     from metapeak.tracer.errors import UnknownName
 
     methods = ["full"]
     if arguments.methods:
-        known = next(setting.choices for setting in SETTINGS if setting.name == "method")
+        known = BY_NAME["method"].choices
         methods = [name.strip() for name in arguments.methods.split(",")]
         for name in methods:
             if name not in known:
