@@ -269,6 +269,11 @@ SETTINGS = (
         name="expert_load_skew", kind=float, default=None,
         help="with ep: tokens of the traced rank's experts over the mean; default 1",
     ),
+    Setting(name="bucket_cap_mb", kind=int, default=None, help="of DDP: MiB of a bucket of gradients; default 25"),
+    Setting(
+        name="gradient_as_bucket_view", kind=bool, default=None,
+        help="of DDP: gradients are views of the reducer's buckets, no second copy",
+    ),
     Setting(name="cpu_offload", kind=bool, default=None, help="shards and optimizer on the host"),
     Setting(
         name="reshard_after_forward", kind=str, default=None, parse=reshard_text,

@@ -75,6 +75,11 @@ def with_parallel_precision(options: Mapping[str, Option]) -> dict[str, Option]:
         raise InputError(f"{', '.join(given)} belongs to engines {' and '.join(SHARDED_ENGINES)}, not to {engine}.")
     if options["cpu_offload"].value:
         _check_offload(options)
+    for name in ("bucket_cap_mb", "gradient_as_bucket_view"):
+        if options[name].value and engine != "ddp":
+            raise InputError(f"{name} belongs to engine ddp, not to {engine}.")
+    if options["bucket_cap_mb"].value is not None and options["bucket_cap_mb"].value < 1:
+        raise InputError(f"bucket_cap_mb is {options['bucket_cap_mb'].value}, but a bucket has a MiB at least.")
     if options["sync_each_batch"].value and engine == "none":
         raise InputError("sync_each_batch belongs to engines that reduce gradients: ddp, fsdp1 and fsdp2.")
     if engine != "fsdp1" and options["checkpoint_around_units"].value:
@@ -121,7 +126,13 @@ def parallel_strategies(values: Mapping[str, Any]) -> list[Strategy]:
     if layout.cp > 1:
         strategies.append(ContextParallel(layout=layout, rotation=values["cp_rotation"] or "allgather"))
     if engine == "ddp":
-        strategies.append(DDP(layout=layout))
+        strategies.append(
+            DDP(
+                layout=layout,
+                bucket_cap_mb=values["bucket_cap_mb"],
+                gradient_as_bucket_view=bool(values["gradient_as_bucket_view"]),
+            )
+        )
     elif engine in SHARDED_ENGINES:
         strategies.append(_fsdp(engine, layout, values))
     elif engine == "deepspeed":

@@ -143,6 +143,11 @@ def test_presets_bring_their_units():
         ),
         ({"cpu_offload": True, "dp_shard": 2, "implementation": "in-backward"}, "with an optimizer in backward"),
         ({"sync_each_batch": True}, "sync_each_batch belongs to engines that reduce"),
+        (
+            {"dp_shard": 2, "gradient_as_bucket_view": True},
+            "gradient_as_bucket_view belongs to engine ddp, not to fsdp2",
+        ),
+        ({"dp_replicate": 2, "bucket_cap_mb": 0}, "a bucket has a MiB at least"),
         ({"engine": "fsdp1", "dp_shard": 2, "output_dtype": "bf16"}, "output_dtype is FSDP2's"),
         ({"dp_shard": 2, "checkpoint_around_units": True}, "belongs to engine fsdp1, not to fsdp2"),
         ({"dp_shard": 2, "method": "lora", "kernels": "fused-lora"}, "adapters that no unit has gathered"),

@@ -84,6 +84,16 @@ def test_replicas_cost_what_the_reducer_costs(tiny):
     assert len({one.worst.requested_bytes for one in replicas}) == 1
 
 
+def test_gradients_that_are_views_of_buckets_have_no_second_copy(tiny):
+    plain, views = tiny(), tiny(engine="ddp", dp_replicate=4, gradient_as_bucket_view=True)
+    copies = tiny(engine="ddp", dp_replicate=4)
+    ends = [
+        next(phase.end_bytes for phase in one.worst.phases if (phase.iteration, phase.phase) == (2, "backward"))
+        for one in (plain, views, copies)
+    ]
+    assert ends[0] == ends[1] == ends[2] - plain.model.parameter_bytes
+
+
 def test_at_degree_one_the_state_between_steps_is_the_plain_models(tiny):
     plain, alone = tiny().worst, tiny(dp_shard=1).worst
     assert alone.steady_bytes == plain.steady_bytes
