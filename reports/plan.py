@@ -12,7 +12,8 @@ from metapeak.reports.data import SCHEMA_VERSION
 from metapeak.reports.sizes import gib
 from metapeak.strategies.planning.offers import BILLING, interruption
 from metapeak.strategies.planning.planner import Plan, Planned
-from metapeak.strategies.planning.step_time import BANDWIDTH_REACHED, FLOPS_REACHED, LINK_REACHED
+from metapeak.strategies.planning.step_time import LINK_REACHED
+from metapeak.strategies.serving.speed import BANDWIDTH_REACHED, FLOPS_REACHED
 from metapeak.tracer.instances import COLLECTED
 
 NARROW = 110

@@ -31,7 +31,7 @@ class Strategy(Protocol):
     loss. `distribute` shards the module on the device, as one rank of the layout, and returns what trains; `running` is
     in force until the last step is over. `rewrite` changes the liveness of one rank after the trace; the graph it came
     from is there to be read; `rewrites` says whether it may. `engine`, where it is not None, makes what trains in place
-    of the plain loop (tracer/engine.py).
+    of the plain loop (tracer/engine.py). `offloaded_bytes` is what a rank then keeps on the host while it trains.
     `assumptions` are sentences that every report prints, `notes` those that the prepared module gives rise to,
     `remarks` those of the recorded step. `resolved` are options whose value only the prepared module shows; what the
     user gave wins over them. A strategy computes no total and prints nothing.
@@ -62,6 +62,8 @@ class Strategy(Protocol):
     def running(self) -> AbstractContextManager[Any]: ...
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness: ...
+
+    def offloaded_bytes(self, graph: StepGraph) -> int: ...
 
     def assumptions(self) -> tuple[str, ...]: ...
 
@@ -106,6 +108,9 @@ class NoOpStrategy:
 
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness:
         return liveness
+
+    def offloaded_bytes(self, graph: StepGraph) -> int:
+        return 0
 
     def assumptions(self) -> tuple[str, ...]:
         return ()

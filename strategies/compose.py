@@ -176,7 +176,15 @@ def simulate(
             allocator=allocator or DEFAULT_CONFIG,
             overheads=overheads(gpu, layout.groups if layout else ()),
             not_shared=not_shared_here,
-            host=host_memory(life, loading, liveness, written, later.host_bytes if later else 0, layout),
+            host=host_memory(
+                life,
+                loading,
+                liveness,
+                written,
+                later.host_bytes if later else 0,
+                layout,
+                graph.host_bytes + sum(strategy.offloaded_bytes(graph) for strategy in strategies),
+            ),
             load_peak_bytes=load_peak,
             actions=played_actions(step_of_rank.actions, liveness),
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from metapeak.strategies.request import gpu_of, simulate_resolved, strategies_of
+from metapeak.strategies.request import gpu_of, lifecycle_of, simulate_resolved, strategies_of
 from metapeak.strategies.size_functions import (
     NotAPolynomial,
     Size,
@@ -182,6 +182,8 @@ def distribution(
     progress: Callable[[str], None] = lambda what: None,
 ) -> LengthDistribution:
     """Peaks of all steps over these lengths, `batch_size` sequences a step. Raises InputError and as `simulate`."""
+    if not lifecycle_of(options).is_training_alone:
+        raise InputError("--seq-lens is about training steps: leave evaluation, generation, saving and loading out.")
     batch = options["batch_size"].value or 1
     groups = [lengths[start : start + batch] for start in range(0, len(lengths) - batch + 1, batch)]
     if not groups:

@@ -73,6 +73,11 @@ class Lifecycle:
         return self.evaluates or self.generate is not None or self.save is not None
 
     @property
+    def is_training_alone(self) -> bool:
+        """Whether nothing but training steps is asked for."""
+        return not self.after_training and self.load is None
+
+    @property
     def evaluates(self) -> bool:
         return self.evaluate or self.eval_logits or self.eval_accumulation_steps is not None or bool(self.eval_batches)
 
@@ -221,9 +226,18 @@ def written_bytes(life: Lifecycle, module: torch.nn.Module) -> int:
 
 
 def host_memory(
-    life: Lifecycle, loading: Loading, liveness: Liveness, written: int, kept: int, layout: Layout | None
+    life: Lifecycle,
+    loading: Loading,
+    liveness: Liveness,
+    written: int,
+    kept: int,
+    layout: Layout | None,
+    offloaded: int = 0,
 ) -> dict[str, dict[str, Any]]:
-    """Bytes on the host by phase: `host_bytes`, `pinned_bytes` of them pinned, and `why`."""
+    """Bytes on the host by phase: `host_bytes`, `pinned_bytes` of them pinned, and `why`.
+
+    `offloaded`: what a strategy keeps there of shards and states while it trains.
+    """
     inputs = liveness.category == Category.INPUT
     batch_bytes = int(liveness.nbytes[inputs & (liveness.op_phase[liveness.birth] == Phase.LOAD)].sum())
     sharded = layout is not None and layout.dp_shard > 1
@@ -231,7 +245,9 @@ def host_memory(
         " (of rank 0: cpu_ram_efficient_loading)" if way_of(life, layout) == "cpu" and sharded else ""
     )
     found = {"load": _host(loading.host_bytes, 0, rule)}
-    found["training"] = _host(batch_bytes, batch_bytes, "the next batch in pinned memory (dataloader_pin_memory)")
+    why = "the next batch in pinned memory (dataloader_pin_memory)"
+    offloads = " and what is offloaded, how much of it pinned is the engine's" if offloaded else ""
+    found["training"] = _host(batch_bytes + offloaded, batch_bytes, why + offloads)
     if life.evaluates:
         # A second portion is concatenated to the first: both and the result are there at once.
         joins = life.eval_accumulation_steps is not None and life.eval_accumulation_steps < batches_of(life)

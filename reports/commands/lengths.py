@@ -21,13 +21,16 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
 def run_lengths(arguments: argparse.Namespace) -> int:
     """Peaks over the batches that the file's lengths make, padded and packed."""
     from metapeak.reports.lengths import lengths_record, print_lengths
-    from metapeak.reports.options import resolve_options
+    from metapeak.reports.options import resolve_options, swept_options
     from metapeak.reports.progress import Progress
     from metapeak.strategies.lengths import distribution, read_lengths
 
     for name in _OF_ONE:
         if getattr(arguments, name):
             raise InputError(f"--{name.replace('_', '-')} does not go with --seq-lens.")
+    swept = [name.replace("_", "-") for name in swept_options(arguments)]
+    if swept:
+        raise InputError(f"--seq-lens takes one value of --{swept[0]}.")
     lengths = read_lengths(arguments.seq_lens)
     options = resolve_options(arguments)
     targets = check_targets(arguments)

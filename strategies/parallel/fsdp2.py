@@ -110,6 +110,9 @@ class FSDP2(NoOpStrategy):
     def rewrite(self, liveness: Liveness, graph: StepGraph) -> Liveness:
         return without_host(liveness, graph) if self.cpu_offload else liveness
 
+    def offloaded_bytes(self, graph: StepGraph) -> int:
+        return sum(host_bytes(graph).values()) if self.cpu_offload else 0
+
     def remarks(self, graph: StepGraph) -> tuple[str, ...]:
         if not self.cpu_offload:
             return ()

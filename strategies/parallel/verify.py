@@ -18,14 +18,21 @@ from metapeak.strategies.parallel.fsdp2 import FSDP2
 from metapeak.strategies.parallel.fsdp2_plan import Sharding
 from metapeak.strategies.parallel.fsdp2_rewrite import sharded
 from metapeak.strategies.parallel.units import BLOCKS
-from metapeak.strategies.request import model_spec, model_strategies, step_spec, strategies_of
+from metapeak.strategies.request import (
+    lifecycle_of,
+    model_spec,
+    model_strategies,
+    step_spec,
+    strategies_of,
+)
+from metapeak.strategies.settings import DTYPES
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.simulation import Option, RankResult, Simulation
 
 if TYPE_CHECKING:
     import torch
 
-_LONG = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_NAMES = {full: name for name, full in DTYPES.items()}
 
 
 def verified(
@@ -49,6 +56,10 @@ def verified(
         raise InputError(f"--verify: the rewrite's units are the blocks, not {', '.join(fsdp.wrap)}.")
     if options["grad_accum"].value > 1:
         raise InputError("--verify: gradient accumulation is not rewritten.")
+    if fsdp.cpu_offload:
+        raise InputError("--verify: shards on the host (cpu_offload) are not rewritten.")
+    if not lifecycle_of(options).is_training_alone:
+        raise InputError("--verify compares training steps: leave evaluation, generation, saving and loading out.")
     graph = _plain(reference, fsdp, options, progress)
     liveness = graph.liveness()
     policy = parse_policy(options["checkpointing"].value)
@@ -63,7 +74,7 @@ def _plain(reference: str, fsdp: FSDP2, options: Mapping[str, Option], progress)
 
     progress("verifying: the unsharded step")
     if fsdp.param_dtype is not None:
-        computed = Option(value=_LONG[fsdp.param_dtype], origin="param_dtype")
+        computed = Option(value=_NAMES[fsdp.param_dtype], origin="param_dtype")
         options = {**options, "weights_dtype": computed}
     cast = [_OutputCast(dtype=fsdp.output_dtype)] if fsdp.output_dtype is not None else []
     return plain_step_graph(model_spec(reference, options), step_spec(options), [*model_strategies(options), *cast])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from metapeak.strategies.planning.candidates import MACHINE_GPUS, Candidate
 from metapeak.strategies.planning.step_time import FABRIC_BYTES, StepTime, Work
+from metapeak.strategies.serving.speed import STORAGE_BYTES_A_SECOND
 from metapeak.tracer.instances import Instance
 
 # How each cloud bills, and how it interrupts; what is from memory of their documentation is said so.
@@ -24,8 +25,6 @@ BILLING = {
     "nebius": "per second (from memory); preemptible ones may be stopped at any time",
     "oci": "per second, one minute at least (from memory); preemptible VMs with 30 s of notice",
 }
-# Writing and reading a checkpoint, bytes a second of a machine: network storage, local NVMe. Assumed.
-STORAGE_BYTES_A_SECOND = (0.5e9, 5e9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

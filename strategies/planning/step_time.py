@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from metapeak.strategies.planning.candidates import MACHINE_GPUS, Candidate
+from metapeak.strategies.serving.speed import BANDWIDTH_REACHED, FLOPS_REACHED
 from metapeak.tracer.gpus import Gpu
 
 if TYPE_CHECKING:
     from metapeak.tracer.graph import StepGraph
 
-# Shares of data sheets that training kernels and collectives reach, assumed.
-FLOPS_REACHED = (0.3, 0.7)
-BANDWIDTH_REACHED = (0.5, 0.9)
+# Share of a data sheet's link rate that collectives reach, assumed; those of kernels are serving/speed.py's.
 LINK_REACHED = (0.4, 0.9)
 # Bytes a second between machines, a GPU, where no instance says: 10 to 400 Gbit/s adapters. Assumed.
 FABRIC_BYTES = (1.25e9, 50e9)

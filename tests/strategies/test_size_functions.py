@@ -160,5 +160,12 @@ def test_on_the_command_line(reference, tmp_path):
         path.write_text(text)
         run = metapeak("estimate", reference("llama"), "--seq-lens", str(path), "--batch-size", "2")
         assert run.returncode == 1 and says in run.stderr
+    path.write_text("17\n50\n")
+    for flags, says in (
+        (["--batch-size", "1,2"], "takes one value of --batch-size"),
+        (["--evaluate"], "leave evaluation, generation, saving and loading out"),
+    ):
+        run = metapeak("estimate", reference("llama"), "--seq-lens", str(path), *flags)
+        assert run.returncode == 1 and says in run.stderr
     run = metapeak("estimate", reference("llama"), "--seq-lens", str(path), "--seq-len", "5")
     assert run.returncode == 1 and "--seq-len does not go with --seq-lens" in run.stderr

@@ -203,6 +203,8 @@ def test_shards_on_the_host_come_and_go_unit_by_unit(tiny):
     assert int(liveness.nbytes[copies].sum()) == 2 * shards - root
     said = next(text for text in host.how.assumptions if text.startswith("on the host of this rank"))
     assert f"parameters {shards / 2**30:.2f} GiB" in said
+    batch = host.worst.host["training"]["pinned_bytes"]
+    assert host.worst.host["training"]["host_bytes"] == batch + 4 * shards
     assert host_bytes(host.graph) == {"parameters": shards, "gradients": shards, "optimizer states": 2 * shards}
 
 

@@ -56,6 +56,8 @@ def test_a_difference_is_seen(model):
         ({"engine": "fsdp1", "dp_shard": 2}, "needs --dp-shard with engine fsdp2"),
         ({"dp_shard": 2, "dp_replicate": 2}, "knows shards alone"),
         ({"dp_shard": 2, "wrap": "none"}, "units are the blocks"),
+        ({"dp_shard": 2, "cpu_offload": True}, "shards on the host"),
+        ({"dp_shard": 2, "evaluate": True}, "compares training steps"),
         ({"dp_shard": 2, "grad_accum": 2}, "accumulation is not rewritten"),
     ],
 )
