@@ -228,7 +228,10 @@ def simulate(
 
 @dataclass(kw_only=True, eq=False)
 class _Prepared:
-    """A module on meta with everything that its step needs; `notes` are the report's sentences on how it was made."""
+    """A module on meta with everything that its step needs; `notes` are the report's sentences on how it was made.
+
+    `repeats`: the blocks of it that need no recording; `again` prepares another one, as a recording uses it up.
+    """
 
     built: Any
     module: Any
@@ -238,10 +241,13 @@ class _Prepared:
     loop: Any
     choice: Any
     notes: tuple[str, ...]
+    repeats: tuple[Any, ...]
+    again: Callable[[], _Prepared]
 
 
 def _set_up(resolved, spec: ModelSpec, step: StepSpec, strategies: Sequence[Strategy], gpu: Gpu | None) -> _Prepared:
     """Build the model anew, with its batch, and let the strategies change it."""
+    from metapeak.tracer.depth import repeats_of
     from metapeak.tracer.flash_attention import flash_attention_2_available
     from metapeak.tracer.models import build
 
@@ -274,11 +280,33 @@ def _set_up(resolved, spec: ModelSpec, step: StepSpec, strategies: Sequence[Stra
             *batch_notes,
             *precision_notes(step, module, gpu, own_loss=own_loss, engine=engine_of(strategies) is not None),
         ),
+        repeats=repeats_of(module) if _in_depth(resolved, step, pipeline) else (),
+        again=functools.partial(_set_up, resolved, spec, step, strategies, gpu),
     )
 
 
+def _in_depth(resolved, step: StepSpec, pipeline) -> bool:
+    """Whether repeated blocks may be left out: in models whose code is known not to ask for one by its number."""
+    known = resolved.factory is None and resolved.package is None and not resolved.remote_code
+    return known and not step.full_trace and pipeline is None
+
+
 def _trace(prepared: _Prepared, step: StepSpec, strategies, layout, rank: int, progress, decouple_saves: bool = False):
-    """(graph, assumptions) of the prepared step, recorded as one rank of the layout."""
+    """(graph, assumptions) of the prepared step, recorded as one rank of the layout: its repeated blocks a few times if
+    that tells the rest, else all of them.
+    """
+    from metapeak.tracer.depth import recorded_in_depth
+
+    record = functools.partial(_record, step, strategies, layout, rank, progress, decouple_saves)
+    if prepared.repeats:
+        recorded = recorded_in_depth(prepared.module, prepared.repeats, functools.partial(record, prepared))
+        if recorded is not None:
+            return recorded
+        prepared = prepared.again()
+    return record(prepared)
+
+
+def _record(step: StepSpec, strategies, layout, rank: int, progress, decouple_saves: bool, prepared: _Prepared):
     from metapeak.tracer.capture import record_training_step
 
     module, make, loop = prepared.module, prepared.make_optimizer, prepared.loop

@@ -78,7 +78,7 @@ def model_spec(reference: str, options: Mapping[str, Option]) -> ModelSpec:
 
 def step_spec(options: Mapping[str, Option]) -> StepSpec:
     names = ("batch_size", "seq_len", "target_len", "image_size", "num_images", "attention", "autocast_region")
-    names += ("grad_accum", "max_grad_norm")
+    names += ("grad_accum", "max_grad_norm", "full_trace")
     dtypes = {name: DTYPES.get(options[name].value) for name in ("autocast", "grad_accum_dtype")}
     if options["engine"].value in OWN_LOOP_ENGINES:
         dtypes["grad_accum_dtype"] = None  # the engine's own matter

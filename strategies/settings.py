@@ -168,6 +168,7 @@ SETTINGS = (
         name="grad_accum_dtype", kind=str, default=None, choices=("fp32",),
         help="accumulate 16-bit gradients in buffers of this dtype; needs master_weights",
     ),
+    Setting(name="full_trace", kind=bool, default=False, help="record every block, also where a few tell the rest"),
     Setting(name="max_grad_norm", kind=float, default=None, help="clip the norm of all gradients"),
     Setting(name="master_weights", kind=bool, default=False, help="the optimizer works on fp32 copies of the weights"),
     Setting(

@@ -8,7 +8,6 @@ a backward operation belongs to (autograd's sequence numbers).
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import sys
@@ -24,11 +23,13 @@ from torch.utils._pytree import tree_leaves
 
 from metapeak.tracer.autocast import autocast_as_on_cuda
 from metapeak.tracer.blocks import block_names
+from metapeak.tracer.collection import uncollected
 from metapeak.tracer.core_attention import SUFFIX, around_core_attention
 from metapeak.tracer.dispatch import PhantomMode
 from metapeak.tracer.graph import LOAD, MARK, RESIZE, SavedTensors, StepGraph, Symbol, Value
 from metapeak.tracer.liveness import Category, Phase
 from metapeak.tracer.phantom import HostCopy, PhantomTensor, local_tensor
+from metapeak.tracer.randomness import same_random_numbers
 from metapeak.tracer.saved_tensors import SaveLog
 from metapeak.tracer.sharding_roles import roles_of_collectives
 
@@ -126,13 +127,13 @@ class Recorder:
     def recording(self) -> Iterator[None]:
         """Everything that runs inside is recorded. Backward runs on this thread, as the phantom GPU needs."""
         self._last_sequence = _next_sequence_number()
-        collected = gc.isenabled()
-        gc.disable()
         pre = register_module_forward_pre_hook(self._enter_module)
         inputs = self._watch_inputs()
         post = register_module_forward_hook(self._leave_module, always_call=True)
         try:
             with (
+                uncollected(),
+                same_random_numbers(),
                 self._interruptible(),
                 self._attention_watched(),
                 autocast_as_on_cuda(self._note_cast),
@@ -144,8 +145,6 @@ class Recorder:
         finally:
             for hook in (pre, post, *inputs):
                 hook.remove()
-            if collected:
-                gc.enable()
 
     def _attention_watched(self):
         return around_core_attention(self._watch_attention) if self._saves is not None else contextlib.nullcontext()

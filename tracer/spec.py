@@ -73,6 +73,8 @@ class StepSpec(BatchSpec):
     `grad_accum` micro-batches a step; `grad_accum_dtype` `float32` adds 16-bit gradients up in float32 buffers.
     `sync_each_batch`: ranks reduce gradients after every micro-batch instead of only after the last.
     `max_grad_norm` clips the norm of all gradients. See tracer/training_loop.py.
+
+    `full_trace`: every block is recorded, also where a few tell the rest (tracer/depth).
     """
 
     optimizer: OptimizerSpec = OptimizerSpec()
@@ -84,3 +86,4 @@ class StepSpec(BatchSpec):
     grad_accum_dtype: str | None = None
     sync_each_batch: bool = False
     max_grad_norm: float | None = None
+    full_trace: bool = False
