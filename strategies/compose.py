@@ -295,10 +295,16 @@ def _trace(prepared: _Prepared, step: StepSpec, strategies, layout, rank: int, p
     """(graph, assumptions) of the prepared step, recorded as one rank of the layout: its repeated blocks a few times if
     that tells the rest, else all of them.
     """
+    return _recorded(
+        prepared, functools.partial(_record, step, strategies, layout, rank, progress, decouple_saves), strategies
+    )
+
+
+def _recorded(prepared: _Prepared, record: Callable[[_Prepared], Any], strategies: Sequence[Strategy]):
+    """What `record(prepared)` returns, with the repeated blocks recorded a few times if that tells the rest."""
     from metapeak.tracer.depth import recorded_in_depth
 
-    record = functools.partial(_record, step, strategies, layout, rank, progress, decouple_saves)
-    if prepared.repeats:
+    if prepared.repeats and engine_of(strategies) is None:  # an engine puts the parameters of all blocks together
         recorded = recorded_in_depth(prepared.module, prepared.repeats, functools.partial(record, prepared))
         if recorded is not None:
             return recorded
@@ -348,6 +354,12 @@ def plain_step_graph(spec: ModelSpec, step: StepSpec, strategies: Sequence[Strat
 
 def _trace_life(life: Lifecycle, prepared: _Prepared, resolved, step: StepSpec, strategies, layout, rank, progress):
     """(graph, assumptions) of what follows training, on the module prepared anew."""
+    return _recorded(
+        prepared, functools.partial(_record_life, life, resolved, step, strategies, layout, rank, progress), strategies
+    )
+
+
+def _record_life(life: Lifecycle, resolved, step: StepSpec, strategies, layout, rank: int, progress, prepared):
     from metapeak.tracer.life import record_life
 
     batch = _batch(prepared.built, resolved, replace(step, batch_size=life.sequences))[0]

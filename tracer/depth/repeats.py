@@ -239,12 +239,23 @@ def shortened(root: nn.Module, families: Sequence[Repeats]) -> Iterator[None]:
             whole = parent._modules[name]
             short = copy.copy(whole)
             short._modules = {str(at): whole[block] for at, block in enumerate(family.kept)}
+            for at, block in enumerate(family.kept):
+                _number(whole[block], block, at, undo)
             parent._modules[name] = short
             undo.callback(parent._modules.__setitem__, name, whole)
             for config in configs.values():
                 if hasattr(config, "__dict__"):
                     _shorten_config(config, family, undo)
         yield
+
+
+def _number(block: nn.Module, before: int, after: int, undo: contextlib.ExitStack) -> None:
+    """The parts of a block that know its number (for the cache) learn the new one."""
+    for part in block.modules():
+        for name in _PLACES.intersection(vars(part)):
+            if type(vars(part)[name]) is int and vars(part)[name] == before:
+                setattr(part, name, after)
+                undo.callback(setattr, part, name, before)
 
 
 def _shorten_config(config: Any, family: Repeats, undo: contextlib.ExitStack) -> None:

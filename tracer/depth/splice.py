@@ -33,8 +33,8 @@ _GROWING = frozenset({"aten.stack.default", "aten.cat.default"})
 
 def splice(graph: StepGraph, repeats: Repeats) -> StepGraph:
     """The step of the model with `repeats.added` more copies of the template group. Raises CannotSplice."""
-    if graph.actions or graph.host_bytes:
-        raise CannotSplice("pipelines and what goes to the host are recorded whole")
+    if graph.actions:
+        raise CannotSplice("pipelines are recorded whole")
     with uncollected():
         return _Splice(graph, repeats).result()
 
@@ -194,6 +194,7 @@ class _Splice:
             source_names=graph.source_names,
             dtype_names=graph.dtype_names,
             output_dtypes=graph.output_dtypes,
+            host_bytes=graph.host_bytes,  # arrays of an evaluation: nothing of the blocks
             saved=SavedTensors() if saved is not None else None,
         )
         maps = {group: self.maps_of(group) for group, _ in self.sources}

@@ -112,6 +112,21 @@ def test_under_every_strategy(model, title):
     check_equal(spliced, whole)
 
 
+@pytest.mark.parametrize("save", ["full", "sharded"])
+def test_evaluation_generation_and_saving(model, save):
+    options = {
+        "seq_len": 32,
+        "evaluate": True,
+        "generate": 4,
+        "save": save,
+        "dp_shard": 2 if save == "sharded" else None,
+    }
+    reference = model("llama")
+    spliced, whole = (simulate_options(reference, {**options, "full_trace": full}) for full in (False, True))
+    check_equal(spliced, whole)
+    assert {phase.phase for phase in spliced.worst.phases} >= {"evaluation", "generation", "save"}
+
+
 def test_what_does_not_repeat_is_recorded_whole(model):
     # DDP's buckets hold the gradients of several blocks: none is like its neighbour.
     options = {"seq_len": 32, "dp_replicate": 2}
