@@ -66,6 +66,7 @@ def offloaded(graph: StepGraph, regions: Iterable[Region]) -> tuple[Liveness, in
         module=np.concatenate([plain.module, plain.module[rows]]),
         source=np.concatenate([plain.source, plain.source[rows]]),
         dtype=np.concatenate([plain.dtype, plain.dtype[rows]]),
+        stream=None if plain.stream is None else np.concatenate([plain.stream, plain.stream[rows]]),
         shapes=[*plain.shapes, *(graph.value_shape[saved.value[save]] for save in saves[read])],
     )
     liveness = replace(liveness, category=settle_categories(liveness))

@@ -104,7 +104,7 @@ def checkpointed(graph: StepGraph, regions: Iterable[Region]) -> Liveness:
         _with_operations(plain, regions, timeline),
         birth=np.concatenate(births).astype(np.int32),
         death=np.concatenate(deaths).astype(np.int32),
-        **{name: getattr(plain, name)[row] for name in ("nbytes", "category", "module", "source", "dtype")},
+        **plain.of_rows(row),
         shapes=[plain.shapes[index] for index in row],
     )
     liveness = replace(liveness, category=settle_categories(liveness))

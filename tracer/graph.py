@@ -102,7 +102,7 @@ class StepGraph:
     Value rows: `value_node`, `value_output` (which result of that operation), `value_storage`, `value_dtype` (index),
     `value_shape`, `value_stride`, `value_offset` (elements).
     Storage rows: `birth`, `death` (see liveness.py), `nbytes`, `category`, `owner` (module index: who made it, or whose
-    parameter it serves), `storage_value` (the first value on it).
+    parameter it serves), `storage_value` (the first value on it), `stream` (0: the default one).
     `whole`: storages of parameters that a sharded step keeps whole on every rank; `unsharded`: storages of gathered
     parameters and of gradients that are not reduced yet. `host_bytes`: the most that the program keeps on the host, of
     what it offloads or of arrays that an evaluation makes.
@@ -141,6 +141,7 @@ class StepGraph:
     category: list[int] = field(default_factory=list)
     owner: list[int] = field(default_factory=list)
     storage_value: list[int] = field(default_factory=list)
+    stream: list[int] = field(default_factory=list)
 
     load_names: dict[int, str] = field(default_factory=dict)
     output_dtypes: dict[str, str] = field(default_factory=dict)
@@ -168,6 +169,7 @@ class StepGraph:
             source=np.asarray(self.source, dtype=np.int32)[node],
             dtype=np.asarray(self.value_dtype, dtype=np.int16)[first],
             shapes=[self.value_shape[value] for value in self.storage_value],
+            stream=np.asarray(self.stream, dtype=np.int8) if any(self.stream) else None,
             op=np.asarray(self.op, dtype=np.int32),
             op_phase=np.asarray(self.phase, dtype=np.int8),
             op_iteration=np.asarray(self.iteration, dtype=np.int16),

@@ -47,6 +47,7 @@ def followed_by(first: Liveness, later: Liveness) -> Liveness:
         module=np.concatenate([first.module, shifted(later.module, len(first.module_names))]),
         source=np.concatenate([first.source, shifted(later.source, len(first.source_names))]),
         dtype=np.concatenate([first.dtype, shifted(later.dtype, len(first.dtype_names))]),
+        stream=_streams(first, later, ~there),
         shapes=[*first.shapes, *(later.shapes[row] for row in np.flatnonzero(~there))],
         op=operations("op", len(first.op_names)),
         op_phase=operations("op_phase"),
@@ -62,6 +63,13 @@ def followed_by(first: Liveness, later: Liveness) -> Liveness:
         if first.op_node is None
         else np.concatenate([first.op_node, np.full(later.num_ops - loads, -1, dtype=first.op_node.dtype)]),
     )
+
+
+def _streams(first: Liveness, later: Liveness, rows: np.ndarray) -> np.ndarray | None:
+    if first.stream is None and later.stream is None:
+        return None
+    columns = [np.zeros(len(one.birth), dtype=np.int8) if one.stream is None else one.stream for one in (first, later)]
+    return np.concatenate([columns[0], columns[1][rows]])
 
 
 def _same_storages(first: Liveness, later: Liveness, rows: np.ndarray) -> np.ndarray:

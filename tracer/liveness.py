@@ -99,7 +99,8 @@ class Liveness:
 
     Storage columns, each of shape [number of storages]: `birth` and `death` (operation indices), `nbytes` (requested),
     `category` (Category), `module` (the owner) and `source` (indices into the tables of names; source -1 is none),
-    `dtype` (index). `shapes` holds the shape of the first tensor on each storage.
+    `dtype` (index), `stream` (0 is the default one; None: all on it). `shapes` holds the shape of the first tensor on
+    each storage.
     Operation columns, each of shape [number of operations]: `op` (index), `op_phase` (Phase), `op_iteration` (0 is
     before the first step), `op_module` (index), `op_recompute`, and `op_node`: the operation of the StepGraph that runs
     here, or runs again (-1: none, an operation that a rewrite made up). None where there is no graph.
@@ -123,6 +124,7 @@ class Liveness:
     source_names: Sequence[str]
     dtype_names: Sequence[str]
     op_node: np.ndarray | None = None
+    stream: np.ndarray | None = None
 
     @property
     def num_ops(self) -> int:
@@ -137,6 +139,8 @@ class Liveness:
         for name in ("op_phase", "op_iteration", "op_module", "op_recompute"):
             if len(getattr(self, name)) != ops:
                 raise ValueError(f"column {name} has {len(getattr(self, name))} rows for {ops} operations")
+        if self.stream is not None and len(self.stream) != storages:
+            raise ValueError(f"column stream has {len(self.stream)} rows for {storages} storages")
         if self.op_node is not None and len(self.op_node) != ops:
             raise ValueError(f"column op_node has {len(self.op_node)} rows for {ops} operations")
         if storages and not ((self.birth >= 0) & (self.birth <= self.death) & (self.death <= ops + 1)).all():
@@ -232,15 +236,20 @@ class Liveness:
     def until(self, index: int) -> Liveness:
         """The first `index` operations, with what is born by then; what dies later outlives them."""
         kept = np.flatnonzero(self.birth < index)
-        storages = ("birth", "nbytes", "category", "module", "source", "dtype")
         operations = ("op", "op_phase", "op_iteration", "op_module", "op_recompute", "op_node")
         return replace(
             self,
-            **{name: getattr(self, name)[kept] for name in storages},
+            birth=self.birth[kept],
+            **self.of_rows(kept),
             **{name: None if getattr(self, name) is None else getattr(self, name)[:index] for name in operations},
             death=np.minimum(self.death[kept], index + 1),
             shapes=[self.shapes[row] for row in kept],
         )
+
+    def of_rows(self, rows: np.ndarray) -> dict[str, np.ndarray | None]:
+        """The columns of these storages that a copy of them shares: all but birth, death and shapes."""
+        columns = {name: getattr(self, name) for name in ("nbytes", "category", "module", "source", "dtype", "stream")}
+        return {name: None if column is None else column[rows] for name, column in columns.items()}
 
     def steady_bytes(self) -> int:
         """Traced bytes between steps: what is left after the last training step's garbage is freed."""
@@ -275,6 +284,7 @@ class Liveness:
             module=extend(self.module, module),
             source=extend(self.source, [-1] * count),
             dtype=extend(self.dtype, [names.index(dtype)] * count),
+            stream=None if self.stream is None else extend(self.stream, [0] * count),
             shapes=[*self.shapes, *shapes],
             dtype_names=names,
         )

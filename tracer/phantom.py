@@ -40,7 +40,10 @@ _prim_device = torch.ops.prim.device.default
 
 
 class Stream:
-    """A stream of the phantom GPU: work is in order anyway, so waiting is nothing. Its name is its identity."""
+    """A stream of the phantom GPU: work is in order anyway, so waiting is nothing.
+
+    What is allocated on it is noted, because the caching allocator keeps memory of its own for each.
+    """
 
     def __init__(self, device: object = None, priority: int = 0):
         self.priority = priority
@@ -78,6 +81,12 @@ class Event:
 
     def query(self) -> bool:
         return True
+
+
+def other_stream() -> Stream | None:
+    """The stream that is allocated on now, None for the default one."""
+    stream = _device_module.current_stream()
+    return None if stream is _device_module.default_stream() else stream
 
 
 class _DeviceModule:
@@ -142,6 +151,9 @@ class _DeviceModule:
         pass
 
 
+_device_module = _DeviceModule()
+
+
 class _DeviceGuard(torch._C._acc.DeviceGuard):
     """The device guard of a backend written in Python, see Note [Errors in backward]."""
 
@@ -174,7 +186,7 @@ def take_pending_error() -> BaseException | None:
 
 def _register_device() -> torch.device:
     if torch._C._get_privateuse1_backend_name() != DEVICE_NAME:
-        _setup_privateuseone_for_python_backend(DEVICE_NAME, _DeviceModule(), device_guard=_DeviceGuard())
+        _setup_privateuseone_for_python_backend(DEVICE_NAME, _device_module, device_guard=_DeviceGuard())
     return torch.device(DEVICE_NAME, 0)
 
 

@@ -28,7 +28,7 @@ from metapeak.tracer.core_attention import SUFFIX, around_core_attention
 from metapeak.tracer.dispatch import PhantomMode
 from metapeak.tracer.graph import LOAD, MARK, RESIZE, SavedTensors, StepGraph, Symbol, Value
 from metapeak.tracer.liveness import Category, Phase
-from metapeak.tracer.phantom import HostCopy, PhantomTensor, local_tensor
+from metapeak.tracer.phantom import HostCopy, PhantomTensor, Stream, local_tensor, other_stream
 from metapeak.tracer.randomness import same_random_numbers
 from metapeak.tracer.saved_tensors import SaveLog
 from metapeak.tracer.sharding_roles import roles_of_collectives
@@ -87,6 +87,7 @@ class Recorder:
         self._symbols: dict[Any, Symbol] = {}
         self._marked: dict[int, Category] = {}
         self._strangers: list[int] = []
+        self._streams: dict[Stream, int] = {}
         self._recompute_ends: list[tuple[int, int]] = []
         self._index_modules()
 
@@ -315,6 +316,8 @@ class Recorder:
         graph.category.append(_ALIVE)
         graph.owner.append(graph.module[node])
         graph.storage_value.append(value)
+        stream = other_stream()
+        graph.stream.append(0 if stream is None else self._streams.setdefault(stream, len(self._streams) + 1))
         return row
 
     def _append_view(self, node: int, position: int, row: int, dtype: torch.dtype, shape, stride, offset) -> None:

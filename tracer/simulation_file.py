@@ -20,7 +20,7 @@ from metapeak.tracer.liveness import Liveness
 from metapeak.tracer.simulation import How, ModelSummary, Option, PipelineAction, RankResult, Simulation
 
 _ARRAYS = ("birth", "death", "nbytes", "category", "module", "source", "dtype")
-_ARRAYS += ("op", "op_phase", "op_iteration", "op_module", "op_recompute", "op_node")
+_ARRAYS += ("op", "op_phase", "op_iteration", "op_module", "op_recompute", "op_node", "stream")
 _NOT_PLAIN = ("liveness", "allocator", "overheads", "actions")  # of a RankResult: written in ways of their own
 _NAMES = ("op_names", "module_names", "source_names", "dtype_names")
 _RESERVATION = (

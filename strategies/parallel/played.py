@@ -153,16 +153,15 @@ class _Player:
         where = {region: (int(start), int(length)) for (region, _), start, length in zip(self.plan, starts, lengths)}
         old = np.concatenate([np.arange(self.edges[piece], self.edges[piece + 1]) for _, piece in self.plan])
         rows, births, deaths = self._storages(starts, where, int(starts[-1]))
-        sizes = self.liveness.nbytes[rows].copy()
+        column = self.liveness.of_rows(rows)
+        sizes = column["nbytes"]
         inputs = (self.liveness.category[rows] == Category.INPUT) & (births < self.edges[1])
         sizes[inputs] = sizes[inputs] // self.short * self.long
-        column = {name: getattr(self.liveness, name)[rows] for name in ("category", "module", "source", "dtype")}
         operations = ("op", "op_phase", "op_iteration", "op_module", "op_recompute", "op_node")
         played = replace(
             self.liveness,
             birth=births,
             death=deaths,
-            nbytes=sizes,
             shapes=[self.liveness.shapes[row] for row in rows],
             module_names=list(names),
             **column,

@@ -104,6 +104,7 @@ def columns_of(graph: StepGraph, groups: Groups, repeats: Repeats) -> dict[str, 
         "storages": [
             ("nbytes", "plain", graph.nbytes),
             ("category", "plain", graph.category),
+            ("stream", "plain", graph.stream),
             ("whole", "plain", [row in graph.whole for row in storages]),
             ("unsharded", "plain", [row in graph.unsharded for row in storages]),
             ("birth", "ops", graph.birth),

@@ -8,7 +8,6 @@ allocates before the references to its inputs go.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,13 +107,11 @@ def reserve(
     config: AllocatorConfig | None = None,
     *,
     capacity: int | None = None,
-    streams: Sequence[int] | np.ndarray | None = None,
 ) -> AllocatorResult:
     """The step of `liveness` through the caching allocator.
 
     Arguments: settings (None: PyTorch's defaults); `capacity`, the bytes that the driver has for segments (the card's
-    memory less context and other processes; None: without end, so that no retry ever frees cached segments); `streams`,
-    the stream on which each storage is allocated, one a row of the liveness (None: all on stream 0).
+    memory less context and other processes; None: without end, so that no retry ever frees cached segments).
 
     Raises InputError for settings that need a capacity when there is none.
     """
@@ -124,7 +121,7 @@ def reserve(
             f"per_process_memory_fraction:{config.memory_fraction:g} is a fraction of a GPU's memory. "
             "Give --gpu or --gpu-memory with it."
         )
-    run = _run_of(liveness, config, capacity, streams)
+    run = _run_of(liveness, config, capacity)
     storage, is_alloc, op, sizes = run.storage, run.is_alloc, run.op, run.sizes
     allocator, played = run.play()
     oom = None
@@ -153,14 +150,12 @@ def replayed(
     liveness: Liveness, config: AllocatorConfig, *, capacity: int | None, oom: OutOfMemoryAt | None, **found: int
 ) -> AllocatorResult:
     """The result of a replay whose numbers (`found`: the fields of AllocatorResult) are known; events on demand."""
-    return AllocatorResult(
-        config=config, capacity=capacity, oom=oom, _run=_run_of(liveness, config, capacity, None), **found
-    )
+    return AllocatorResult(config=config, capacity=capacity, oom=oom, _run=_run_of(liveness, config, capacity), **found)
 
 
-def _run_of(liveness: Liveness, config: AllocatorConfig, capacity: int | None, streams) -> _Run:
+def _run_of(liveness: Liveness, config: AllocatorConfig, capacity: int | None) -> _Run:
     storage, is_alloc, op = allocation_order(liveness)
-    stream = np.asarray(streams).tolist() if streams is not None else None
+    stream = liveness.stream.tolist() if liveness.stream is not None else None
     return _Run(config, capacity, liveness.nbytes.tolist(), stream, storage, is_alloc, op)
 
 
