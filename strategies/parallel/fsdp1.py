@@ -3,7 +3,7 @@
 What it changes: each unit's parameters become one flat parameter, padded and cut over `dp_shard` ranks, gathered in one
 all-gather and reduced in one reduce-scatter.
 Where each byte comes from: torch's own FullyShardedDataParallel runs on the phantom GPU, as one rank of the world.
-Not modelled: streams that delay the reuse of freed buffers by the allocator.
+Not modelled: memory that another stream still uses when it is freed (record_stream) can be used again at once here.
 Sources: torch/distributed/fsdp/_flat_param.py, _runtime_utils.py.
 """
 

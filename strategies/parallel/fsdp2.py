@@ -3,7 +3,7 @@
 What it changes: parameters, gradients and optimizer states are sharded over `dp_shard` x `cp` ranks and gathered unit
 by unit; with `dp_replicate` the shards are replicated (HSDP). Experts that `ep` spreads are units of their own.
 Where each byte comes from: torch's own `fully_shard` runs on the phantom GPU, as one rank of the world.
-Not modelled: streams that delay the reuse of freed buffers by the allocator.
+Buffers of collectives are allocated on streams of their own, which share no cached memory (tracer/recorder.py).
 Sources: torch/distributed/fsdp/_fully_shard; accelerate 1.15 utils/fsdp_utils.py (fsdp2_prepare_model).
 """
 
