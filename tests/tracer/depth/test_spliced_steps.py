@@ -6,6 +6,7 @@ import pytest
 
 from metapeak.strategies import simulate, simulate_options
 from metapeak.tracer import StepSpec
+from metapeak.tracer.errors import InputError
 from metapeak.tracer.models import list_models
 
 LLAMA = {
@@ -157,7 +158,10 @@ def test_few_blocks_and_own_code_are_recorded_whole(tmp_path):
 @pytest.mark.parametrize("name", [one.id for one in list_models()])
 def test_every_model_of_the_catalogue(name):
     step = StepSpec(default_seq_len=512)
-    spliced = simulate(name, step)
+    try:
+        spliced = simulate(name, step)
+    except InputError as error:  # no loss, or packed weights
+        pytest.skip(str(error))
     if not is_spliced(spliced):
         pytest.skip("recorded whole")
     check_equal(spliced, simulate(name, StepSpec(default_seq_len=512, full_trace=True)))
