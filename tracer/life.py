@@ -24,6 +24,7 @@ Note [Saving]
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +102,8 @@ def record_life(
     recorder = Recorder(model, outermost=record_life.__code__)
     load_step(recorder, model, {})
     with step_errors(recorder), recorder.recording(), contextlib.ExitStack() as around:
+        around.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", FutureWarning)  # of what the libraries themselves call
         if loop.autocast is not None and loop.autocast_region == "forward":
             around.enter_context(autocast_forward(model, loop.autocast))
         if life.evaluation is not None:
