@@ -170,7 +170,7 @@ def simulate(
         parts = logits_parts(strategies)
         not_shared_here = not_shared(graph, liveness, first.built.module, logits_parts=parts) if shared else {}
         if later is not None:
-            liveness = lived_on(liveness, later, KernelWorkspaces.of(later, device_of(gpu)))
+            liveness = lived_on(liveness, later, strategies, KernelWorkspaces.of(later, device_of(gpu)))
         if life.load is not None:
             liveness = with_loading(liveness, load_peak)
         liveness.lint()

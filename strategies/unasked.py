@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from metapeak.strategies.lifecycle import EVAL_BATCH_SIZE, Lifecycle
+from metapeak.strategies.lifecycle import EVAL_BATCH_SIZE, Lifecycle, lived_on
 from metapeak.tracer.errors import MetapeakError
-from metapeak.tracer.joined import followed_by
 from metapeak.tracer.simulation import UnaskedPhase
 
 if TYPE_CHECKING:
@@ -87,9 +86,8 @@ def unasked_phases(
     if traced.after_training:
         try:
             later, _ = record(traced)
-            recorded = later.liveness()
-            whole = followed_by(liveness, recorded)
-        except (MetapeakError, ValueError) as error:
+            whole = lived_on(liveness, later, strategies)
+        except MetapeakError as error:
             return Unasked(not_modelled=(f"{words}, which were not asked for: {error}",))
         peaks = {phase.phase: (phase.peak_bytes, phase.end_bytes) for phase in whole.phases()[len(liveness.phases()) :]}
         kept, end = later.host_bytes, whole.bytes_before(whole.num_ops)
