@@ -6,6 +6,7 @@ from typing import Any
 
 from metapeak.reports.calibration import calibrated
 from metapeak.reports.dtypes import dtype_rows
+from metapeak.reports.life import life_rows
 from metapeak.reports.pipeline import pipeline_record
 from metapeak.tracer.liveness import Category
 from metapeak.tracer.simulation import RankResult, Simulation
@@ -44,6 +45,7 @@ def record_of(simulation: Simulation) -> dict[str, Any]:
         },
         "dtypes": dtype_rows(simulation),
         "ranks": [_rank(rank) for rank in simulation.ranks],
+        "life": life_rows(simulation),
         "pipeline": pipeline_record(simulation),
         "fit": _fit(simulation),
         "suggestions": suggestions_of(simulation),

@@ -12,6 +12,7 @@ from rich.text import Text
 from metapeak.reports.calibration import calibrated_line, threshold_line
 from metapeak.reports.data import CATEGORY_NAMES, module_rows
 from metapeak.reports.dtypes import dtype_rows
+from metapeak.reports.life import print_life
 from metapeak.reports.make_it_fit import print_suggestions
 from metapeak.reports.pipeline import print_pipeline
 from metapeak.reports.ranks import describe_layout, print_ranks
@@ -52,6 +53,7 @@ def print_summary(simulation: Simulation, console: Console, *, chart: bool = Fal
 
         print_timeline(rank, console)
     _phases(rank, console)
+    print_life(simulation, console)
     _largest(rank, console)
     _modules(rank, console)
     _dtypes(simulation, console)

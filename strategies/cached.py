@@ -31,17 +31,18 @@ def answer(
     *,
     cache: DiskCache | None,
     suggest: bool = False,
+    whole_life: bool = False,
     progress: Callable[[str], None] = lambda what: None,
     warn: Callable[[str], None] = lambda problem: None,
 ) -> Simulation:
     """The simulation of `reference` under resolved options, from `cache` if it holds it (then without a graph).
 
-    `suggest`: with suggestions if it does not fit. `warn` is told when the answer cannot be kept. Raises what
-    `simulate_resolved` raises.
+    `suggest`: with suggestions if it does not fit. `whole_life`: with phases that were not asked for. `warn` is told
+    when the answer cannot be kept. Raises what `simulate_resolved` raises.
     """
-    key = answer_key(reference, options) if cache is not None else None
+    key = answer_key(reference, options, whole_life=whole_life) if cache is not None else None
     known = _read(cache, key, options) if key is not None else None
-    simulation = known or simulate_resolved(reference, options, progress=progress)
+    simulation = known or simulate_resolved(reference, options, whole_life=whole_life, progress=progress)
     if suggest and simulation.suggestions is None:
         simulation = with_suggestions(reference, simulation, options, progress)
     if key is not None and (known is None or simulation is not known):
@@ -61,7 +62,7 @@ def with_suggestions(
     return replace(simulation, suggestions=suggestions_record(fit))
 
 
-def answer_key(reference: str, options: Mapping[str, Option]) -> str | None:
+def answer_key(reference: str, options: Mapping[str, Option], *, whole_life: bool = False) -> str | None:
     """The key of an answer, or None for what cannot be kept. Raises as `locate_model`, when there is no such model."""
     optimizer = str(options["optimizer"].value)
     if options["trust_remote_code"].value or "." in optimizer or ":" in optimizer:
@@ -73,6 +74,7 @@ def answer_key(reference: str, options: Mapping[str, Option]) -> str | None:
     parts = {
         "model": [located.id, located.source, located.revision, located.config_dict, list(located.notes)],
         "options": given,
+        "whole_life": whole_life,
         "python": sys.version,
         "packages": installed_packages(),
         "code": own_code(),

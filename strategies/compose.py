@@ -46,6 +46,7 @@ from metapeak.strategies.presets import preset_notes
 from metapeak.strategies.quantization.from_config import with_checkpoint_quantization
 from metapeak.strategies.quantization.strategy import check_base_is_frozen
 from metapeak.strategies.resolved_options import resolved_options, strategy_options
+from metapeak.strategies.unasked import Unasked, unasked_life, unasked_phases
 from metapeak.tracer.device.allocator_config import DEFAULT_CONFIG, AllocatorConfig
 from metapeak.tracer.device.overheads import overheads
 from metapeak.tracer.errors import InputError
@@ -68,6 +69,7 @@ def simulate(
     allocator: AllocatorConfig | None = None,
     options: Mapping[str, Option] | None = None,
     lifecycle: Lifecycle | None = None,
+    whole_life: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Simulation:
     """Peak memory of one training step of `model`, traced; with a `lifecycle` that of evaluation and saving, too.
@@ -75,7 +77,8 @@ def simulate(
     Arguments: a model reference or ModelSpec, the step, strategies, the GPU to judge the result for (it also decides
     kernels and workspaces; without one an NVIDIA GPU of compute capability 8.0 is assumed), the settings of the caching
     allocator (None: PyTorch's defaults), the options as their caller resolved them (recorded in the result with the
-    origin of each), and a function told what is going on.
+    origin of each), whether evaluation and saving are shown where the lifecycle does not ask for them (counted in
+    nothing: unasked.py), and a function told what is going on.
 
     Raises ModelNotFound, ModelConfigError, UnknownName or InputError when the input cannot be used, and TraceError
     with op, module and reason when the model's step cannot be traced. It never falls back to an estimate.
@@ -127,6 +130,9 @@ def simulate(
     notes = [strategy.notes(first.module) for strategy in strategies]
     loading = loading_of(first.module, way_of(life, layout))
     written = written_bytes(life, first.module)
+    by_trainer = first.built.package is None and first.built.batch is None
+    beside = unasked_life(life, strategies, step, options or {}, by_trainer=by_trainer)
+    written_beside = written_bytes(beside, first.module)
     load_peak = load_peak_bytes(loading, way_of(life, layout), layout)
     classes, rank_notes = distinct_ranks(layout, first.module, strategies)
     seconds["build"] = time.perf_counter() - started
@@ -164,7 +170,7 @@ def simulate(
         parts = logits_parts(strategies)
         not_shared_here = not_shared(graph, liveness, first.built.module, logits_parts=parts) if shared else {}
         if later is not None:
-            liveness = lived_on(liveness, later, KernelWorkspaces.of(later, device_of(gpu)))
+            liveness = lived_on(liveness, later, strategies, KernelWorkspaces.of(later, device_of(gpu)))
         if life.load is not None:
             liveness = with_loading(liveness, load_peak)
         liveness.lint()
@@ -194,6 +200,19 @@ def simulate(
     worst, graph, answered, workspaces = max(traced, key=lambda one: one[0].device_bytes)
     built, tensors, make_optimizer = first.built, first.tensors, first.make_optimizer
 
+    unasked = Unasked()
+    if whole_life:
+        started = time.perf_counter()
+        progress("evaluation and saving")
+        unasked = unasked_phases(
+            beside,
+            worst.liveness,
+            strategies,
+            lambda more: _trace_life(more, set_up(), resolved, step, strategies, layout, worst.rank, progress),
+            lambda more, kept: host_memory(more, loading, worst.liveness, written_beside, kept, layout),
+        )
+        seconds["life"] = time.perf_counter() - started
+
     assumptions = [
         *resolved.notes,
         *(preset_notes(options or {}) if resolved.package is None else ()),
@@ -203,6 +222,7 @@ def simulate(
         *rank_notes,
         *layout_notes(layout, step, strategies),
         *notes_of(life, first.tensors, own_batch=first.built.batch is not None),
+        *unasked.assumptions,
     ]
     for strategy, said in zip(strategies, notes):
         assumptions += [*strategy.assumptions(), *said, *strategy.remarks(graph)]
@@ -218,10 +238,11 @@ def simulate(
             transformers=transformers.__version__,
             seconds=seconds,
             assumptions=tuple(dict.fromkeys(assumptions)),
-            not_modelled=workspaces.not_modelled(),
+            not_modelled=(*workspaces.not_modelled(), *unasked.not_modelled),
         ),
         ranks=tuple(rank for rank, *_ in traced),
         fit=worst.fit_on(gpu),
+        unasked=unasked.phases,
         graph=graph,
     )
 

@@ -183,10 +183,20 @@ def notes_of(life: Lifecycle, batch: Any, *, own_batch: bool) -> list[str]:
     return said
 
 
-def lived_on(liveness: Liveness, later: StepGraph, workspaces: KernelWorkspaces) -> Liveness:
-    """The training steps, and behind them what was recorded after them. Raises InputError where they do not meet."""
+def lived_on(
+    liveness: Liveness, later: StepGraph, strategies: Sequence[Strategy], workspaces: KernelWorkspaces | None = None
+) -> Liveness:
+    """The training steps, and behind them what was recorded after them. Raises InputError where they do not meet.
+
+    FSDP1 with `use_orig_params` keeps a unit's sharded gradient in `flat_param.grad` until a forward or a state dict
+    begins (torch/distributed/fsdp/_flat_param.py, _reset_flat_param_grad_info_if_needed).
+    """
+    recorded = later.liveness()
+    if workspaces is not None:
+        recorded = workspaces.inside_kernels(recorded)
+    fsdp1 = any(strategy.name == "fsdp1" for strategy in strategies)
     try:
-        return followed_by(liveness, workspaces.inside_kernels(later.liveness()))
+        return followed_by(liveness, recorded, drops_gradients=fsdp1)
     except ValueError as error:
         raise InputError(f"Evaluation, generation and saving are not known for this step: {error}.") from error
 

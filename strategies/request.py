@@ -26,9 +26,13 @@ from metapeak.tracer.spec import ModelSpec, OptimizerSpec, StepSpec
 
 
 def simulate_options(
-    reference: str, values: Mapping[str, Any] | None = None, *, progress: Callable[[str], None] = lambda what: None
+    reference: str,
+    values: Mapping[str, Any] | None = None,
+    *,
+    whole_life: bool = False,
+    progress: Callable[[str], None] = lambda what: None,
 ) -> Simulation:
-    """`simulate` with options by name, as the command line and files have them.
+    """`simulate` with options by name, as the command line and files have them; `whole_life` as there.
 
     Raises InputError or UnknownName for options that cannot be used, and what `simulate` raises.
 
@@ -37,7 +41,9 @@ def simulate_options(
         >>> result.model.trainable_parameters
         294912
     """
-    return simulate_resolved(reference, resolve(options_of(values or {}, "call")), progress=progress)
+    return simulate_resolved(
+        reference, resolve(options_of(values or {}, "call")), whole_life=whole_life, progress=progress
+    )
 
 
 def simulate_resolved(
@@ -45,6 +51,7 @@ def simulate_resolved(
     options: Mapping[str, Option],
     *,
     step: StepSpec | None = None,
+    whole_life: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Simulation:
     """`simulate` with resolved options; `step` in place of the one that they make. Raises as `simulate`."""
@@ -56,6 +63,7 @@ def simulate_resolved(
         allocator=allocator_of(options),
         options=options,
         lifecycle=lifecycle_of(options),
+        whole_life=whole_life,
         progress=progress,
     )
 

@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from metapeak.tracer.liveness import Liveness, Phase
+from metapeak.tracer.liveness import Category, Liveness, Phase
 
 
-def followed_by(first: Liveness, later: Liveness) -> Liveness:
-    """`first` with the operations of `later` after it. What `first` leaves alive lives on.
+def followed_by(first: Liveness, later: Liveness, *, drops_gradients: bool = False) -> Liveness:
+    """`first` with the operations of `later` after it. What `first` leaves alive lives on, but for gradients that
+    whoever keeps them through `zero_grad` drops before the first operation on loaded inputs (`drops_gradients`).
 
     `later` was recorded on the same model built anew: the storages that it loads in phase LOAD are those that `first`
     loaded in the same order, and are not counted again; where one of them dies in `later`, it dies there. Raises
@@ -22,6 +23,11 @@ def followed_by(first: Liveness, later: Liveness) -> Liveness:
     loads, start = int((later.op_phase == Phase.LOAD).sum()), first.num_ops
     total = start + later.num_ops - loads
     death = np.where(first.death > start, total + 1, first.death)
+    if drops_gradients:
+        inputs = set(later.birth[later.category == Category.INPUT].tolist())
+        begins = next((op for op in range(loads, later.num_ops) if op not in inputs), later.num_ops)
+        dropped = (first.category == Category.GRADIENT) & (first.death > start)
+        death = np.where(dropped, start + begins - loads, death)
     there = later.birth < loads
     held = np.flatnonzero(there & (later.nbytes > 0))
     same = _same_storages(first, later, held)

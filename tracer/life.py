@@ -17,13 +17,14 @@ Note [Generation]
 Note [Saving]
     What is written goes to the host tensor by tensor; the device holds what gathering or merging makes.
     full, sharded: `get_model_state_dict` for modules of DTensors (accelerate's save_fsdp_model for FSDP2), the state
-    dict types of FSDP1; else the references that `state_dict()` returns. adapter: PEFT's `get_peft_model_state_dict`.
-    merged: PEFT's `merge_and_unload`.
+    dict types of FSDP1 (sharded: over a mesh, where a weight is cloned whole before it is cut); else the references
+    that `state_dict()` returns. adapter: PEFT's `get_peft_model_state_dict`. merged: PEFT's `merge_and_unload`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +102,8 @@ def record_life(
     recorder = Recorder(model, outermost=record_life.__code__)
     load_step(recorder, model, {})
     with step_errors(recorder), recorder.recording(), contextlib.ExitStack() as around:
+        around.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", FutureWarning)  # of what the libraries themselves call
         if loop.autocast is not None and loop.autocast_region == "forward":
             around.enter_context(autocast_forward(model, loop.autocast))
         if life.evaluation is not None:
@@ -307,7 +310,8 @@ def _save(model, how: str) -> None:
     elif how == "adapter":
         import peft
 
-        _write(peft.get_peft_model_state_dict(_unwrapped(model)))
+        with _fsdp1_state_dicts(model, full=True, offload=True):
+            _write(peft.get_peft_model_state_dict(_unwrapped(model)))
     else:
         _write(_state_dict(model, how))
 
@@ -317,21 +321,34 @@ def _unwrapped(model):
 
 
 def _state_dict(model, how: str) -> Mapping[str, Any]:
-    from torch.distributed import fsdp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     full, offload = how != "sharded", how != "full-on-device"
-    if isinstance(model, fsdp.FullyShardedDataParallel):
-        kind = fsdp.StateDictType.FULL_STATE_DICT if full else fsdp.StateDictType.SHARDED_STATE_DICT
-        if full:
-            config = fsdp.FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload)
-        else:
-            config = fsdp.ShardedStateDictConfig(offload_to_cpu=True)
-        with _flat_parameters_on_host(), fsdp.FullyShardedDataParallel.state_dict_type(model, kind, config):
+    if isinstance(model, FullyShardedDataParallel):
+        with _fsdp1_state_dicts(model, full=full, offload=offload):
             return model.state_dict()
     if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
         return get_model_state_dict(model, options=StateDictOptions(full_state_dict=full, cpu_offload=offload))
     return _unwrapped(model).state_dict()
+
+
+@contextlib.contextmanager
+def _fsdp1_state_dicts(model, *, full: bool, offload: bool) -> Iterator[None]:
+    """State dicts of a module under FSDP1 are of that kind, as accelerate's save_fsdp_model asks for them, adapters'
+    too; those of other modules are as they are.
+    """
+    from torch.distributed import fsdp
+
+    if not isinstance(model, fsdp.FullyShardedDataParallel):
+        yield
+        return
+    if full:
+        kind, config = fsdp.StateDictType.FULL_STATE_DICT, fsdp.FullStateDictConfig(offload, rank0_only=offload)
+    else:
+        kind, config = fsdp.StateDictType.SHARDED_STATE_DICT, fsdp.ShardedStateDictConfig(offload_to_cpu=True)
+    with _flat_parameters_on_host(), fsdp.FullyShardedDataParallel.state_dict_type(model, kind, config):
+        yield
 
 
 @contextlib.contextmanager

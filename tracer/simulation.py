@@ -189,6 +189,16 @@ class RankResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UnaskedPhase:
+    """What a phase that nobody asked for would take of the worst rank: traced bytes, and bytes of the host."""
+
+    phase: str
+    peak_bytes: int
+    end_bytes: int
+    host_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
     """The verdict for one GPU. `headroom_bytes` is what stays free beside the expected device bytes (negative: what is
     missing); `device_range` the least and most that the job may take.
@@ -204,7 +214,8 @@ class Fit:
 class Simulation:
     """What `simulate` returns: the model, every resolved option, how it was done, each distinct rank, the verdict.
 
-    `graph` is the recorded step. `suggestions`, where somebody asked for them, say in plain values what would fit, and
+    `unasked` are phases that are shown beside what was asked for and counted in nothing else. `graph` is the recorded
+    step. `suggestions`, where somebody asked for them, say in plain values what would fit, and
     `verified` what another way to the same bytes came to.
     """
 
@@ -213,6 +224,7 @@ class Simulation:
     how: How
     ranks: tuple[RankResult, ...]
     fit: Fit | None = None
+    unasked: tuple[UnaskedPhase, ...] = ()
     graph: Any = field(default=None, repr=False)
     suggestions: Mapping[str, Any] | None = field(default=None, repr=False)
     verified: Sequence[Mapping[str, Any]] | None = field(default=None, repr=False)

@@ -17,7 +17,7 @@ from metapeak.tracer.device.overheads import Overhead, Overheads
 from metapeak.tracer.device.reserve import OutOfMemoryAt, replayed
 from metapeak.tracer.gpus import Gpu
 from metapeak.tracer.liveness import Liveness
-from metapeak.tracer.simulation import How, ModelSummary, Option, PipelineAction, RankResult, Simulation
+from metapeak.tracer.simulation import How, ModelSummary, Option, PipelineAction, RankResult, Simulation, UnaskedPhase
 
 _ARRAYS = ("birth", "death", "nbytes", "category", "module", "source", "dtype")
 _ARRAYS += ("op", "op_phase", "op_iteration", "op_module", "op_recompute", "op_node", "stream")
@@ -52,6 +52,7 @@ def simulation_to_bytes(simulation: Simulation) -> bytes:
         "options": {name: [_plain(option.value), option.origin] for name, option in simulation.options.items()},
         "how": {**asdict(simulation.how), "seconds": dict(simulation.how.seconds), "cached": False},
         "ranks": ranks,
+        "unasked": [asdict(phase) for phase in simulation.unasked],
         "output_dtypes": dict(simulation.graph.output_dtypes) if simulation.graph is not None else {},
         "suggestions": simulation.suggestions,
     }
@@ -72,6 +73,7 @@ def simulation_from_bytes(content: bytes, gpu: Gpu | None) -> Simulation:
         },
         how=How(**how),
         ranks=ranks,
+        unasked=tuple(UnaskedPhase(**phase) for phase in record["unasked"]),
         graph=RecordedDtypes(output_dtypes=record["output_dtypes"]),
         suggestions=record["suggestions"],
     )

@@ -68,6 +68,7 @@ class Estimate:
                 options,
                 cache=open_cache(arguments),
                 suggest=_wants_suggestions(arguments),
+                whole_life=True,
                 progress=progress,
                 warn=warn,
             )

@@ -1,14 +1,19 @@
 """The life of a job around its training steps: what is asked, refused, shown, and what stays as it was."""
 
+import io
+
 import pytest
 import transformers as hf
+from rich.console import Console
 
 from metapeak.reports.cli import main
 from metapeak.reports.commands.base import BAD_INPUT
 from metapeak.reports.data import record_of
+from metapeak.reports.life import life_rows, print_life
 from metapeak.strategies import simulate_options
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.liveness import Category
+from metapeak.tracer.simulation_file import simulation_from_bytes, simulation_to_bytes
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +146,101 @@ def test_an_encoder_decoder_generates_beside_its_encoder():
 def test_policies_are_compared_for_training_steps_only(llama, capsys):
     assert main(["checkpointing", llama, "--evaluate"]) == BAD_INPUT
     assert "training steps" in capsys.readouterr().err
+
+
+# -- phases that were not asked for ------------------------------------------------------------------------------------
+
+
+def whole(model, **options):
+    return simulate_options(model, {"seq_len": 32, **options}, whole_life=True)
+
+
+def unasked(result):
+    return {phase.phase: (phase.peak_bytes, phase.end_bytes) for phase in result.unasked}
+
+
+def life_line(result):
+    console = Console(file=io.StringIO(), width=200)
+    print_life(result, console)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("options", "save"),
+    [
+        ({}, "full"),
+        ({"method": "lora", "checkpointing": "full"}, "adapter"),
+        ({"dp_shard": 2}, "sharded"),
+        ({"dp_shard": 2, "engine": "fsdp1"}, "full"),
+        ({"dp_replicate": 2}, "full"),
+    ],
+)
+def test_what_nobody_asked_for_is_as_if_it_was_asked_for_and_counts_in_nothing(llama, options, save):
+    plain, shown = ask(llama, **options), whole(llama, **options)
+    asked = ask(llama, **options, evaluate=True, eval_batches=1, save=save)
+    later = asked.worst.phases[len(plain.worst.phases) :]
+    assert unasked(shown) == {phase.phase: (phase.peak_bytes, phase.end_bytes) for phase in later}
+    assert shown.worst.phases == plain.worst.phases
+    assert shown.worst.device_range == plain.worst.device_range
+    assert any(f"save {save}" in sentence for sentence in shown.how.assumptions)
+
+
+def test_every_phase_has_a_row_and_one_is_the_peak(llama):
+    result = whole(llama, generate=3)
+    rows = life_rows(result)
+    phases = ["load", "first step", "steady step", "generation", "evaluation", "save"]
+    assert [row["phase"] for row in rows] == phases
+    assert [row["phase"] for row in rows if not row["asked"]] == ["evaluation", "save"]
+    (peak,) = [row for row in rows if row["is_peak"]]
+    assert peak["peak_bytes"] == max(row["peak_bytes"] for row in rows if row["asked"])
+    assert record_of(result)["life"] == rows
+    assert rows[-1]["host_bytes"] == result.model.parameter_bytes
+    again = simulation_from_bytes(simulation_to_bytes(result), None)
+    assert life_rows(again) == rows
+
+
+def test_an_evaluation_that_needs_more_than_training_is_said(llama):
+    assert "evaluation would need" in life_line(whole(llama, seq_len=256))
+    asked = whole(llama, seq_len=256, evaluate=True, eval_batch_size=1)
+    assert "would need" not in life_line(asked) and list(unasked(asked)) == ["save"]
+
+
+def test_programs_that_are_no_trainer_evaluate_with_their_own_batch(llama):
+    sizes = {
+        preset: unasked(whole(llama, preset=preset, batch_size=2))["evaluation"][0]
+        for preset in ("hf-trainer", "litgpt")
+    }
+    logits = 32 * 1000 * 2  # of a sample, 16 bit
+    assert sizes["hf-trainer"] - sizes["litgpt"] > 6 * logits
+
+
+def test_phases_that_cannot_be_told_are_said_unless_they_were_asked_for(llama):
+    result = whole(llama, pp=2, microbatches=2)
+    assert result.unasked == ()
+    assert "evaluation and save under pipeline parallel" in result.how.not_modelled
+    with pytest.raises(InputError, match="pipeline"):
+        ask(llama, pp=2, microbatches=2, evaluate=True)
+
+
+def test_an_evaluation_that_fails_fails_no_estimate(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    result = whole(f"{path}:job")
+    assert result.unasked == ()
+    assert "no labels while it is evaluated" in result.how.not_modelled[-1]
+
+
+MINE = """
+import torch
+
+
+class Picky(torch.nn.Linear):
+    def forward(self, x):
+        if not self.training:
+            raise ValueError("no labels while it is evaluated")
+        return super().forward(x)
+
+
+def job():
+    return Picky(4, 4), torch.empty(2, 4), lambda model, batch: model(batch).sum()
+"""

@@ -111,7 +111,8 @@ def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 class Case:
     """`technique` is fsdp2, fsdp1, ddp, tp, cp or ep; `options` are its options in metapeak's words.
 
-    With `degree` in them FSDP2 shards over the ranks that remain.
+    With `degree` in them FSDP2 shards over the ranks that remain. `save` is what follows the steps, in those words;
+    `evaluate`: an evaluation of a batch comes before it.
     """
 
     name: str
@@ -119,6 +120,8 @@ class Case:
     build: Callable[[str], torch.nn.Module] = llama
     batch: Callable[[], dict[str, torch.Tensor]] = batch
     options: dict[str, Any] = field(default_factory=dict)
+    save: str | None = None
+    evaluate: bool = False
 
 
 BF16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
@@ -171,5 +174,26 @@ CASES = {
         ),
         Case(name="cp x fsdp2", technique="cp", build=for_context_parallel, batch=long_batch, options={"degree": 2}),
         Case(name="ep x fsdp2", technique="ep", build=experts, options={"degree": 2}),
+    )
+}
+
+SAVES = {
+    case.name: case
+    for case in (
+        Case(name="fsdp2, save full", technique="fsdp2", save="full"),
+        Case(name="fsdp2, save full-on-device", technique="fsdp2", save="full-on-device"),
+        Case(name="fsdp2, save sharded", technique="fsdp2", save="sharded"),
+        Case(name="fsdp2, bf16, save full", technique="fsdp2", options=BF16, save="full"),
+        Case(name="fsdp2, tied, save full", technique="fsdp2", build=gpt2, save="full"),
+        Case(name="fsdp2, save adapter", technique="fsdp2", build=lora, save="adapter"),
+        Case(name="fsdp2, evaluation, save full", technique="fsdp2", save="full", evaluate=True),
+        Case(name="fsdp1, evaluation, save full", technique="fsdp1", save="full", evaluate=True),
+        Case(name="fsdp1, save full", technique="fsdp1", save="full"),
+        Case(name="fsdp1, save full-on-device", technique="fsdp1", save="full-on-device"),
+        Case(name="fsdp1, save sharded", technique="fsdp1", save="sharded"),
+        Case(
+            name="fsdp1, flat parameters, save full", technique="fsdp1", options={"use_orig_params": False}, save="full"
+        ),
+        Case(name="fsdp1, save adapter", technique="fsdp1", build=lora, save="adapter"),
     )
 }

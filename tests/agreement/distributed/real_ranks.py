@@ -17,12 +17,13 @@ import torch.multiprocessing as mp
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from tests.agreement.distributed.cases import CASES
+from tests.agreement.distributed.cases import CASES, SAVES
 from tests.agreement.distributed.pipelines import PIPELINES
 from tests.agreement.distributed.real_pipeline import train_pipeline
+from tests.agreement.distributed.real_saves import evaluate, save
 from tests.agreement.distributed.real_techniques import DISTRIBUTE, PART_OF, RUNNING
 
 
@@ -95,7 +96,7 @@ def _serve(rank, world_size, meeting, pipe):
             if name in PIPELINES:
                 pipe.send(train_pipeline(PIPELINES[name], _Watch(), _optimizer))
             else:
-                pipe.send(train(CASES[name]))
+                pipe.send(train((CASES | SAVES)[name]))
         except Exception:
             pipe.send(traceback.format_exc())
     dist.destroy_process_group()
@@ -131,6 +132,7 @@ class _Watch(TorchDispatchMode):
         self.run = RankRun()
         self.phase = (0, "load")
         self._ended = None
+        self.on_host = set()  # storages that would lie on the host while a GPU trains
         self.groups = None  # those whose ranks do the same collectives; None: all
 
     def begin(self, phase):
@@ -152,8 +154,20 @@ class _Watch(TorchDispatchMode):
             return  # a wrapper (DTensor, AsyncCollectiveTensor) has no memory of its own
         storage = tensor.untyped_storage()
         key = id(storage)
-        if key not in self.alive:
+        if key not in self.alive and key not in self.on_host:
             self.alive[key] = [weakref.ref(storage, lambda _: self.alive.pop(key, None)), storage.nbytes()]
+
+    def copy_on_host(self, tensor):
+        """A copy whose bytes are the host's."""
+        with _disable_current_modes():
+            copy = tensor.detach().clone()
+        self._put_on_host(copy)
+        return copy
+
+    def _put_on_host(self, tensor):
+        storage = tensor.untyped_storage()
+        self.on_host.add(id(storage))
+        weakref.finalize(storage, self.on_host.discard, id(storage))
 
     def live(self):
         return sum(nbytes for _, nbytes in self.alive.values())
@@ -178,7 +192,12 @@ class _Watch(TorchDispatchMode):
         # A view makes no storage. One of a storage that nobody saw made is gloo's own: it reduces a clone of what is
         # to be reduce-scattered and splits that when it is waited for; NCCL needs none.
         # (`to` and `contiguous` are marked as views, but copy where they have to.)
-        given = {id(storage) for storage in map(_storage, tree_leaves([args, kwargs]))} if func.is_view else set()
+        storages = {id(storage) for storage in map(_storage, tree_leaves([args, kwargs])) if storage is not None}
+        given = storages if func.is_view else set()
+        if storages and storages <= self.on_host:  # what is made of tensors on the host is there, too
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor) and id(_storage(leaf)) not in storages:
+                    self._put_on_host(leaf)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and not self.stays_on_host(leaf) and id(_storage(leaf)) not in given:
                 self.add(leaf)
@@ -196,7 +215,8 @@ class _Watch(TorchDispatchMode):
             entry = self.alive.get(id(storage))
             if entry is not None and entry[1] != storage.nbytes():
                 entry[1] = storage.nbytes()
-                self.note("storage.resize_")
+                if size:
+                    self.note("storage.resize_")
             return result
 
         torch.UntypedStorage.resize_ = resize
@@ -237,6 +257,12 @@ def train(case, iterations=2) -> RankRun:
                 watch.begin((iteration, "optimizer"))
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
+            if case.evaluate:
+                watch.begin((iterations, "evaluation"))
+                evaluate(model, data)
+            if case.save is not None:
+                watch.begin((iterations, "save"))
+                save(model, case.save, watch.copy_on_host)
             watch.begin(None)
     finally:
         gc.enable()

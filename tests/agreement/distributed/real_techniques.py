@@ -64,6 +64,7 @@ def _fsdp1(model, sharding="FULL_SHARD", use_orig_params=True, **dtypes):
         auto_wrap_policy=CustomPolicy(lambda part: id(part) in units),
         mixed_precision=MixedPrecision(**_dtypes(dtypes)) if dtypes else None,
         use_orig_params=use_orig_params,
+        device_mesh=_mesh("dp_shard"),
         device_id=torch.device("cpu"),
     )
 
