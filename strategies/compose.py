@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-from metapeak.strategies.attention import attention_of, check_attention, check_attention_dtype, check_attention_of
+from metapeak.strategies.attention import check_attention, check_attention_of
 from metapeak.strategies.base import Strategy
 from metapeak.strategies.lifecycle import (
     Lifecycle,
@@ -24,24 +21,22 @@ from metapeak.strategies.lifecycle import (
     written_bytes,
 )
 from metapeak.strategies.loading import loading_of
-from metapeak.strategies.master_weights import with_master_weights
-from metapeak.strategies.optimizers import OptimizerMaker, check_optimizer, optimizer_maker
-from metapeak.strategies.packages import for_package, optimised_only
+from metapeak.strategies.optimizers import check_optimizer
+from metapeak.strategies.packages import for_package
 from metapeak.strategies.parallel.checkpoints import with_real_checkpoints
 from metapeak.strategies.parallel.pipeline import pipeline_of
 from metapeak.strategies.parallel.pipeline_traces import Traces
 from metapeak.strategies.parallel.ranks import (
     distinct_ranks,
-    distribution,
     engine_of,
     layout_notes,
     layout_of,
-    process_group_of,
 )
 from metapeak.strategies.parallel.shard_sizes import can_differ_in_shards_alone, graph_of_rank
-from metapeak.strategies.parallel.tensor_parallel import logits_parts, sharded_and_whole_apart
+from metapeak.strategies.parallel.tensor_parallel import logits_parts
 from metapeak.strategies.parallel.unshared import not_shared
-from metapeak.strategies.precision import check_precision, precision_notes, training_loop
+from metapeak.strategies.precision import check_precision
+from metapeak.strategies.prepared import plain_graph, set_up, trace, trace_life
 from metapeak.strategies.presets import preset_notes
 from metapeak.strategies.quantization.from_config import with_checkpoint_quantization
 from metapeak.strategies.quantization.strategy import check_base_is_frozen
@@ -51,7 +46,7 @@ from metapeak.tracer.device.allocator_config import DEFAULT_CONFIG, AllocatorCon
 from metapeak.tracer.device.overheads import overheads
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.gpus import Gpu
-from metapeak.tracer.kernels import DEFAULT_COMPUTE_CAPABILITY, KernelWorkspaces, device_of
+from metapeak.tracer.kernels import KernelWorkspaces, device_of
 from metapeak.tracer.simulation import How, ModelSummary, Option, RankResult, Simulation, played_actions
 from metapeak.tracer.spec import ModelSpec, StepSpec
 
@@ -119,9 +114,8 @@ def simulate(
     life = lifecycle or Lifecycle()
     check_lifecycle(life, strategies)
     layout = layout_of(strategies)
-    strategies = with_real_checkpoints(layout, strategies, functools.partial(_plain_graph, resolved, spec, step, gpu))
-    set_up = functools.partial(_set_up, resolved, spec, step, strategies, gpu)
-    first = set_up()
+    strategies = with_real_checkpoints(layout, strategies, functools.partial(plain_graph, resolved, spec, step, gpu))
+    first = set_up(resolved, spec, step, strategies, gpu)
     summary = _summary(resolved, first.built.module, first.module)
     given = strategy_options(strategies, first.module, options or {})
     pipeline = pipeline_of(strategies)
@@ -145,8 +139,8 @@ def simulate(
 
     def record(strategies, layout, rank):
         # A pipeline's ranks are copies of their stages; other ranks use up the module that was built.
-        prepared = set_up() if traced and pipeline is None else first
-        return _trace(prepared, step, strategies, layout, rank, progress)
+        prepared = first.again() if traced and pipeline is None else first
+        return trace(prepared, step, strategies, layout, rank, progress)
 
     traces = Traces(layout=layout, strategies=strategies, record=record)
     for one in classes:
@@ -158,7 +152,7 @@ def simulate(
         graph, answered, liveness = step_of_rank.graph, step_of_rank.answered, step_of_rank.liveness
         later = None
         if life.after_training:
-            later, more = _trace_life(life, set_up(), resolved, step, strategies, layout, one.rank, progress)
+            later, more = trace_life(life, first.again(), resolved, step, strategies, layout, one.rank, progress)
             answered = {**answered, **more}
         seconds["trace"] = seconds.get("trace", 0.0) + time.perf_counter() - started
 
@@ -208,7 +202,7 @@ def simulate(
             beside,
             worst.liveness,
             strategies,
-            lambda more: _trace_life(more, set_up(), resolved, step, strategies, layout, worst.rank, progress),
+            lambda more: trace_life(more, first.again(), resolved, step, strategies, layout, worst.rank, progress),
             lambda more, kept: host_memory(more, loading, worst.liveness, written_beside, kept, layout),
         )
         seconds["life"] = time.perf_counter() - started
@@ -247,179 +241,6 @@ def simulate(
     )
 
 
-@dataclass(kw_only=True, eq=False)
-class _Prepared:
-    """A module on meta with everything that its step needs; `notes` are the report's sentences on how it was made.
-
-    `repeats`: the blocks of it that need no recording; `again` prepares another one, as a recording uses it up.
-    """
-
-    built: Any
-    module: Any
-    tensors: Any
-    compute_loss: Callable[..., Any]
-    make_optimizer: OptimizerMaker | None
-    loop: Any
-    choice: Any
-    notes: tuple[str, ...]
-    repeats: tuple[Any, ...]
-    again: Callable[[], _Prepared]
-
-
-def _set_up(resolved, spec: ModelSpec, step: StepSpec, strategies: Sequence[Strategy], gpu: Gpu | None) -> _Prepared:
-    """Build the model anew, with its batch, and let the strategies change it."""
-    from metapeak.tracer.depth import repeats_of
-    from metapeak.tracer.flash_attention import flash_attention_2_available
-    from metapeak.tracer.models import build
-
-    implementation, choice = attention_of(step.attention, compute_capability_of(gpu))
-    with flash_attention_2_available():
-        built = build(resolved, dtype=spec.dtype, attention=implementation)
-    casts = [step.autocast, *(strategy.casts_to for strategy in strategies)]
-    check_attention_dtype(step.attention, next((dtype for dtype in casts if dtype is not None), built.dtype))
-    pipeline = pipeline_of(strategies)
-    tensors, batch_notes = _batch(built, resolved, pipeline.whole_batch(step) if pipeline else step)
-    if pipeline:
-        tensors = pipeline.batch(tensors)
-    compute_loss, own_loss = _loss(built, resolved, strategies), _ends_after_loss(built)
-    # Strategies change the real module before anything is recorded, in the order in which they were given. What they
-    # return may be a wrapper around it; the batch is made for the model itself.
-    module = built.module
-    for strategy in strategies:
-        module = strategy.prepare(module)
-    return _Prepared(
-        built=built,
-        module=module,
-        tensors=tensors,
-        compute_loss=compute_loss,
-        make_optimizer=optimizer_maker(step.optimizer, module),
-        loop=training_loop(step, module, own_loss=own_loss),
-        choice=choice,
-        notes=(
-            *built.notes,
-            *(built.package.notes(module) if built.package else ()),
-            *batch_notes,
-            *precision_notes(step, module, gpu, own_loss=own_loss, engine=engine_of(strategies) is not None),
-        ),
-        repeats=repeats_of(module) if _in_depth(resolved, step, pipeline) else (),
-        again=functools.partial(_set_up, resolved, spec, step, strategies, gpu),
-    )
-
-
-def _in_depth(resolved, step: StepSpec, pipeline) -> bool:
-    """Whether repeated blocks may be left out: in models whose code is known not to ask for one by its number."""
-    known = resolved.factory is None and resolved.package is None and not resolved.remote_code
-    return known and not step.full_trace and pipeline is None
-
-
-def _trace(prepared: _Prepared, step: StepSpec, strategies, layout, rank: int, progress, decouple_saves: bool = False):
-    """(graph, assumptions) of the prepared step, recorded as one rank of the layout: its repeated blocks a few times if
-    that tells the rest, else all of them.
-    """
-    return _recorded(
-        prepared, functools.partial(_record, step, strategies, layout, rank, progress, decouple_saves), strategies
-    )
-
-
-def _recorded(prepared: _Prepared, record: Callable[[_Prepared], Any], strategies: Sequence[Strategy]):
-    """What `record(prepared)` returns, with the repeated blocks recorded a few times if that tells the rest."""
-    from metapeak.tracer.depth import recorded_in_depth
-
-    if prepared.repeats and engine_of(strategies) is None:  # an engine puts the parameters of all blocks together
-        recorded = recorded_in_depth(prepared.module, prepared.repeats, functools.partial(record, prepared))
-        if recorded is not None:
-            return recorded
-        prepared = prepared.again()
-    return record(prepared)
-
-
-def _record(step: StepSpec, strategies, layout, rank: int, progress, decouple_saves: bool, prepared: _Prepared):
-    from metapeak.tracer.capture import record_training_step
-
-    module, make, loop = prepared.module, prepared.make_optimizer, prepared.loop
-    pipeline, tensors = pipeline_of(strategies) if layout is not None else None, prepared.tensors
-    if pipeline is not None:
-        tensors = {name: tensor[: pipeline.count * step.batch_size] for name, tensor in tensors.items()}
-        loop = pipeline.loop(loop, module, tensors, strategies)
-        module = pipeline.local_stages(module, rank)
-        make = optimizer_maker(step.optimizer, module)
-    if make is not None and layout is not None:
-        make = sharded_and_whole_apart(make)
-    if step.optimizer.master_weights:
-        make = with_master_weights(make, module)
-    make = optimised_only(prepared.built.package, make, module)
-    with _around(prepared, strategies, layout, rank):
-        return record_training_step(
-            module,
-            tensors,
-            make,
-            compute_loss=prepared.compute_loss,
-            distribute=distribution(layout, strategies),
-            make_engine=engine_of(strategies),
-            iterations=step.iterations,
-            loop=loop,
-            decouple_saves=decouple_saves or any(strategy.needs_saves for strategy in strategies),
-            progress=progress,
-        )
-
-
-def plain_step_graph(spec: ModelSpec, step: StepSpec, strategies: Sequence[Strategy] = ()):
-    """The step on one GPU with what autograd saves apart, as rewrites take it. Raises as `simulate`."""
-    from metapeak.tracer.models import resolve_model
-
-    resolved = resolve_model(spec)
-    strategies, _ = with_checkpoint_quantization(resolved, for_package(resolved, strategies))
-    prepared = _set_up(resolved, spec, step, strategies, None)
-    return _trace(prepared, step, strategies, None, 0, lambda what: None, decouple_saves=True)[0]
-
-
-def _trace_life(life: Lifecycle, prepared: _Prepared, resolved, step: StepSpec, strategies, layout, rank, progress):
-    """(graph, assumptions) of what follows training, on the module prepared anew."""
-    return _recorded(
-        prepared, functools.partial(_record_life, life, resolved, step, strategies, layout, rank, progress), strategies
-    )
-
-
-def _record_life(life: Lifecycle, resolved, step: StepSpec, strategies, layout, rank: int, progress, prepared):
-    from metapeak.tracer.life import record_life
-
-    batch = _batch(prepared.built, resolved, replace(step, batch_size=life.sequences))[0]
-    with _around(prepared, strategies, layout, rank):
-        return record_life(
-            prepared.module,
-            life.life(),
-            batch=batch,
-            prompt=life.prompt(prepared.built, resolved, batch),
-            compute_loss=prepared.compute_loss,
-            distribute=distribution(layout, strategies),
-            loop=prepared.loop,
-            iteration=step.iterations,
-            progress=progress,
-        )
-
-
-@contextlib.contextmanager
-def _around(prepared: _Prepared, strategies: Sequence[Strategy], layout, rank: int) -> Iterator[None]:
-    """What a recording of the prepared module runs in: its attention, its strategies, and its rank's process group."""
-    from metapeak.tracer.attention import attention_choice
-    from metapeak.tracer.flash_attention import flash_attention_2_available
-
-    with contextlib.ExitStack() as inside:
-        inside.enter_context(attention_choice(prepared.choice))
-        inside.enter_context(flash_attention_2_available())
-        inside.enter_context(process_group_of(layout, rank))
-        for strategy in strategies:
-            inside.enter_context(strategy.running())
-        yield
-
-
-def _plain_graph(resolved, spec: ModelSpec, step: StepSpec, gpu: Gpu | None, strategies: Sequence[Strategy]):
-    """One iteration on one GPU, recorded for rewrites: what a checkpointing policy is asked about."""
-    step = replace(step, iterations=1)
-    prepared = _set_up(resolved, spec, step, strategies, gpu)
-    return _trace(prepared, step, strategies, None, 0, lambda what: None)[0]
-
-
 def check_step(step: StepSpec) -> None:
     """Raise InputError for sizes, names and counts that no step can have."""
     limits = {
@@ -439,11 +260,6 @@ def check_step(step: StepSpec) -> None:
     check_optimizer(step.optimizer)
 
 
-def compute_capability_of(gpu: Gpu | None) -> tuple[int, int]:
-    """The compute capability whose kernels run: the GPU's, or the default for none and for other vendors."""
-    return gpu.compute_capability if gpu and gpu.compute_capability else DEFAULT_COMPUTE_CAPABILITY
-
-
 def _summary(resolved, model, module) -> ModelSummary:
     """The class of the model itself, and the counts of what is trained, adapters included; packed weights unpacked."""
     parameters = list({id(parameter): parameter for parameter in module.parameters()}.values())
@@ -458,46 +274,3 @@ def _summary(resolved, model, module) -> ModelSummary:
         trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in (*plain, *storages.values())),
     )
-
-
-def _batch(built, resolved, step: StepSpec) -> tuple[Any, tuple[str, ...]]:
-    """(tensors, notes): the user's own batch where the function gave one, else a full batch for the task."""
-    if built.package is not None:
-        inputs = built.package.batch(built.module, step)
-        built.package.prepare_for(built.module, step)
-        return inputs.tensors, inputs.notes
-    if built.batch is not None:
-        return built.batch, ("the batch is the one that the function returned; batch_size and lengths are not used",)
-    if getattr(built.module, "config", None) is None:
-        raise InputError(
-            f"{resolved.id} returned a module without a transformers config, so its inputs are not known. "
-            "Return (module, batch) or (module, batch, loss function)."
-        )
-    if resolved.task is None:
-        raise InputError(f"{resolved.id}: its task is not known. Give --task, or return (module, batch).")
-    from metapeak.tracer.batches import make_batch
-
-    batch = make_batch(built.module, resolved.task, step)
-    return batch.tensors, batch.notes
-
-
-def _loss(built, resolved, strategies: Sequence[Strategy]) -> Callable[..., Any]:
-    """The user's loss function, the model's own, or for a model without one the sum of its features (as batches.py says
-    in its notes). Strategies may then decide what of it lives on.
-    """
-    from metapeak.tracer.batches import sum_of_features
-    from metapeak.tracer.capture import default_loss
-
-    if built.compute_loss is not None:
-        compute_loss = built.compute_loss
-    else:
-        features = resolved.task == "feature-extraction" and built.batch is None
-        compute_loss = sum_of_features if features else default_loss
-    for strategy in strategies:
-        compute_loss = strategy.loss_function(compute_loss)
-    return compute_loss
-
-
-def _ends_after_loss(built) -> bool:
-    """Whether autocast ends with the loss unless it is told otherwise: where the model does not compute it itself."""
-    return built.package.autocast_region == "loss" if built.package else built.compute_loss is not None

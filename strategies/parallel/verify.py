@@ -70,7 +70,7 @@ def verified(
 
 def _plain(reference: str, fsdp: FSDP2, options: Mapping[str, Option], progress):
     """The unsharded step on one GPU, in the dtype that FSDP2 computes in, with what autograd saves apart."""
-    from metapeak.strategies.compose import plain_step_graph
+    from metapeak.strategies.prepared import plain_step_graph
 
     progress("verifying: the unsharded step")
     if fsdp.param_dtype is not None:

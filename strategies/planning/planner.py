@@ -146,7 +146,7 @@ def _work(reference: str, given: Sequence[Mapping[str, Option]], method: str, pr
     """The traced work of one sequence with that method."""
     from dataclasses import replace
 
-    from metapeak.strategies.compose import plain_step_graph
+    from metapeak.strategies.prepared import plain_step_graph
     from metapeak.tracer.models import build, resolve_model
 
     progress(f"tracing one sequence, {method}")

@@ -29,7 +29,7 @@ SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 def build_served(resolved: Any, model: ModelSpec, engine: Engine, gpu: Gpu) -> tuple[Any, list[str]]:
     """(the model on meta in the dtype that the engine serves, what was decided)."""
-    from metapeak.strategies.compose import compute_capability_of
+    from metapeak.strategies.prepared import compute_capability_of
     from metapeak.tracer.flash_attention import flash_attention_2_available
     from metapeak.tracer.models import build
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from metapeak.tracer.collection import uncollected
 from metapeak.tracer.device.address_space import InventedAddresses
 from metapeak.tracer.device.allocator import CachingAllocator, OutOfMemory
 from metapeak.tracer.device.allocator_config import DEFAULT_CONFIG, ROUND_LARGE_BYTES, SMALL_BYTES, AllocatorConfig
@@ -102,6 +103,7 @@ class AllocatorResult:
         return self._run.segments_after(self._run.steps_to_reserved_peak())
 
 
+@uncollected()
 def reserve(
     liveness: Liveness,
     config: AllocatorConfig | None = None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from metapeak.tracer.collection import uncollected
 from metapeak.tracer.kernels.convolution import CONVOLUTIONS, convolution_bound
 from metapeak.tracer.kernels.cublas import with_cublas_workspaces
 from metapeak.tracer.kernels.none import DECLARED_NONE
@@ -16,7 +17,6 @@ from metapeak.tracer.liveness import Category, Liveness
 
 if TYPE_CHECKING:
     from metapeak.tracer.graph import StepGraph
-
 
 # Operators of ours stand for kernels of other libraries (Triton, bitsandbytes), whose allocations are their results.
 _OURS = "metapeak."
@@ -32,6 +32,7 @@ class KernelWorkspaces:
     convolution_bound_bytes: int
 
     @classmethod
+    @uncollected()
     def of(cls, graph: StepGraph, device: Device) -> KernelWorkspaces:
         """Ask the registry about every operation of `graph`."""
         reader = _Reader(graph, device)
