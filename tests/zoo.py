@@ -33,11 +33,12 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from metapeak.tracer.batches import exact_length, make_batch, sum_of_features
+from metapeak.tracer.batches import make_batch, sum_of_features
 from metapeak.tracer.capture import default_loss, record_training_step
 from metapeak.tracer.errors import InputError, TraceError
 from metapeak.tracer.models import build_model, list_models, resolve_model
 from metapeak.tracer.prepare import nested_configs, prepare_config
+from metapeak.tracer.sequences import exact_length
 from metapeak.tracer.spec import BatchSpec, ModelSpec
 
 MAPS = {

@@ -4,10 +4,11 @@ import pytest
 import torch
 import transformers as hf
 
-from metapeak.tracer.batches import TASKS, make_batch, most_positions, sum_of_features
+from metapeak.tracer.batches import TASKS, make_batch, sum_of_features
 from metapeak.tracer.capture import record_training_step
 from metapeak.tracer.errors import ModelConfigError, UnknownName
 from metapeak.tracer.prepare import prepare_config
+from metapeak.tracer.sequences import most_positions
 from metapeak.tracer.spec import BatchSpec
 
 TEXT = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
