@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from metapeak.strategies.base import NoOpStrategy
+from metapeak.strategies.optimizers.on_shards import check_on_shards
 from metapeak.strategies.parallel.expert_parallel import shard_experts
 from metapeak.strategies.parallel.host_shards import host_bytes, keep_on_host, without_host
 from metapeak.strategies.parallel.layout import NO_LAYOUT, Layout
@@ -59,6 +60,7 @@ class FSDP2(NoOpStrategy):
     shards_dim_0 = True
 
     def check(self, model: ResolvedModel, step: StepSpec) -> None:
+        check_on_shards(step.optimizer, "fsdp2")
         number = self.reshard_after_forward
         if isinstance(number, int) and not isinstance(number, bool):
             shards = self.layout.fsdp

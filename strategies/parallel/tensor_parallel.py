@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metapeak.strategies.base import NoOpStrategy, Strategy
+from metapeak.strategies.optimizers.on_shards import check_on_shards
 from metapeak.strategies.parallel.layout import NO_LAYOUT, Layout
 from metapeak.strategies.parallel.meshes import layout_mesh
 from metapeak.strategies.parallel.plans import parallel_plans, paths
@@ -50,6 +51,7 @@ class TensorParallel(NoOpStrategy):
     def check(self, model: ResolvedModel, step: StepSpec) -> None:
         if self.layout.tp == 1:
             return
+        check_on_shards(step.optimizer, "tp")
         if self.sequence_parallel and step.seq_len is not None:
             check_sequence(step.seq_len, self.layout)
         if self.loss_parallel and model.task != "causal-lm":

@@ -278,6 +278,9 @@ def test_what_is_not_shared_is_a_floor(tiny):
     [
         ({"wrap": "NoSuchLayer"}, "no module matches 'NoSuchLayer'"),
         ({"reshard_after_forward": "3"}, "divisor of dp_shard 4"),
+        ({"optimizer": "adamw8bit"}, "cannot step the shards that fsdp2 makes"),
+        ({"optimizer": "adafactor", "dp_shard": 1, "tp": 2}, "cannot step the shards that tp makes"),
+        ({"precision": "bf16", "master_weights": True}, "float32 copies of whole parameters"),
         ({"checkpointing": "budget:1"}, "weighs a step on one GPU"),
         ({"cpu_offload": True, "engine": "fsdp1"}, "cpu_offload with engine fsdp1 is not predicted"),
         ({"engine": "fsdp1", "wrap": "none", "checkpointing": "full", "checkpoint_around_units": True}, "is no unit"),
@@ -285,4 +288,4 @@ def test_what_is_not_shared_is_a_floor(tiny):
 )
 def test_refused(tiny, options, says):
     with pytest.raises(InputError, match=says):
-        tiny(dp_shard=4, **options)
+        tiny(**{"dp_shard": 4, **options})
