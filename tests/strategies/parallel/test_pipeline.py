@@ -186,6 +186,23 @@ def test_the_record_has_the_schedule(tiny):
 _FIRST_OF_TWO = ("0 F 0", "0 F 1", "0 B 0", "0 F 2", "0 B 1", "0 F 3", "0 B 2", "0 F 4", "0 B 3", "0 B 4")
 
 
+def test_stages_pass_parts_of_a_sequence_that_is_cut(tiny):
+    """What neighbours send into has a rank's own part of the tokens: 1 / (cp x tp), with sequence_parallel."""
+    options = {"pp": 2, "seq_len": 128, "microbatches": 2, "precision": "bf16"}
+    whole = _buffers(tiny(**options))
+    assert whole == _buffers(tiny(**options, tp=2)) == 2 * _buffers(tiny(**options, cp=2))
+    cut = tiny(**options, tp=2, cp=2, sequence_parallel=True)
+    assert whole == 4 * _buffers(cut)
+    assert "parts of the sequence go between stages" in " ".join(cut.how.assumptions)
+
+
+def _buffers(simulation):
+    liveness = simulation.ranks[-1].liveness
+    row = [place for place, shape in enumerate(liveness.shapes) if len(shape) == 3 and shape[-1] == 48]
+    which = [place for place in row if liveness.category[place] == Category.COMMUNICATION]
+    return int(liveness.nbytes[which].sum())
+
+
 def test_order_of_gpipe_reduces_once():
     order = order_of(parse_schedule("gpipe"), 0, 2, 2)
     assert order == [("F", 0, 0), ("F", 0, 1), ("B", 0, 0), ("B", 0, 1), ("R", 0, -1)]
