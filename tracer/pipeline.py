@@ -58,14 +58,14 @@ class LocalStages(nn.Module):
 class Pipeline:
     """How the stages of a rank work together.
 
-    `schedule` is the name of torch's class, `num_stages` those of all ranks, `microbatches` those of a step.
+    `schedule` is torch's class or one like it, `num_stages` those of all ranks, `microbatches` those of a step.
     `boundary`: shape and dtype of the hidden states between stages, as a rank has them; `logits` of what the last
     returns. `tokens` is the shape of a microbatch's ids. `loss` computes the loss of (logits, targets). `group` makes
     the process group, inside the world's. `part_of` makes a rank's part of the batch: ids, the `targets` of the loss,
     and whatever every stage is given beside its input.
     """
 
-    schedule: str
+    schedule: type
     num_stages: int
     microbatches: int
     boundary: tuple[tuple[int, ...], torch.dtype]
@@ -78,7 +78,7 @@ class Pipeline:
     def schedule_of(self, local: LocalStages) -> Any:
         """torch's schedule over the stages of this rank. Raises ValueError as its class does."""
         from torch.distributed.pipelining import PipelineStage
-        from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+        from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
         shape, dtype = self.boundary
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
@@ -95,9 +95,8 @@ class Pipeline:
             )
             for index in local.indices
         ]
-        kind = get_schedule_class(self.schedule)
-        single = issubclass(kind, PipelineScheduleSingle)
-        return kind(stages[0] if single else stages, self.microbatches, loss_fn=self.loss)
+        single = issubclass(self.schedule, PipelineScheduleSingle)
+        return self.schedule(stages[0] if single else stages, self.microbatches, loss_fn=self.loss)
 
     def _logits(self) -> torch.Tensor:
         shape, dtype = self.logits

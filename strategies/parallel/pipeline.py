@@ -87,7 +87,12 @@ class PipelineParallel(NoOpStrategy):
             "every rank cuts its parts of ids, shifted labels and positions out of the step's batch before the "
             "schedule begins, and every stage is given the positions; parts of the sequence go between stages",
         )
+        order = (
+            "the order of actions is Megatron-LM's (megatron/core/pipeline_parallel/schedules.py), its stages are run "
+            "by torch's runtime: Megatron receives into new buffers, torch into one that it keeps for every microbatch",
+        )
         return (
+            *(order if self.schedule.is_megatron else ()),
             *(cut if self.layout.cp > 1 else ()),
             f"a step is {self.count} microbatches of batch_size; its ids and labels lie on every rank's GPU together, "
             "without an attention mask (samples are full)",
@@ -160,7 +165,7 @@ class PipelineParallel(NoOpStrategy):
             return model.loss_function(logits=logits, **given, vocab_size=config.vocab_size)
 
         pipeline = Pipeline(
-            schedule=self.schedule.class_name,
+            schedule=self.schedule.kind,
             num_stages=self.num_stages,
             microbatches=self.count,
             boundary=((size[0], size[1] // parts, config.hidden_size), dtype),
