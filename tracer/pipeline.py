@@ -58,27 +58,31 @@ class LocalStages(nn.Module):
 class Pipeline:
     """How the stages of a rank work together.
 
-    `schedule` is the name of torch's class, `num_stages` those of all ranks, `microbatches` those of a step.
-    `boundary`: shape and dtype of the hidden states between stages; `logits` of what the last returns.
-    `loss` computes the loss of (logits, labels). `group` makes the process group, inside the world's.
+    `schedule` is torch's class or one like it, `num_stages` those of all ranks, `microbatches` those of a step.
+    `boundary`: shape and dtype of the hidden states between stages, as a rank has them; `logits` of what the last
+    returns. `tokens` is the shape of a microbatch's ids. `loss` computes the loss of (logits, targets). `group` makes
+    the process group, inside the world's. `part_of` makes a rank's part of the batch: ids, the `targets` of the loss,
+    and whatever every stage is given beside its input.
     """
 
-    schedule: str
+    schedule: type
     num_stages: int
     microbatches: int
     boundary: tuple[tuple[int, ...], torch.dtype]
     logits: tuple[tuple[int, ...], torch.dtype]
+    tokens: tuple[int, ...]
     loss: Callable[[Any, Any], torch.Tensor]
     group: Callable[[], Any]
+    part_of: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
     def schedule_of(self, local: LocalStages) -> Any:
         """torch's schedule over the stages of this rank. Raises ValueError as its class does."""
         from torch.distributed.pipelining import PipelineStage
-        from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+        from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
         shape, dtype = self.boundary
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-        tokens = torch.empty(shape[:2], dtype=torch.int64, device="meta")
+        tokens = torch.empty(self.tokens, dtype=torch.int64, device="meta")
         stages = [
             PipelineStage(
                 local[index],
@@ -91,9 +95,8 @@ class Pipeline:
             )
             for index in local.indices
         ]
-        kind = get_schedule_class(self.schedule)
-        single = issubclass(kind, PipelineScheduleSingle)
-        return kind(stages[0] if single else stages, self.microbatches, loss_fn=self.loss)
+        single = issubclass(self.schedule, PipelineScheduleSingle)
+        return self.schedule(stages[0] if single else stages, self.microbatches, loss_fn=self.loss)
 
     def _logits(self) -> torch.Tensor:
         shape, dtype = self.logits
@@ -102,9 +105,12 @@ class Pipeline:
     def step(self, schedule: Any, local: LocalStages, batch: dict[str, torch.Tensor]) -> None:
         """One step of all microbatches. The batch is on every rank; the first stage reads ids, the last labels."""
         first, last = 0 in local.indices, self.num_stages - 1 in local.indices
+        given = dict(self.part_of(batch))
+        ids, targets = given.pop("input_ids"), given.pop("targets")
         schedule.step(
-            *((batch["input_ids"],) if first else ()),
-            target=batch["labels"] if last else None,
+            *((ids,) if first else ()),
+            **given,
+            target=targets if last else None,
             losses=[] if last else None,
             return_outputs=False,
         )

@@ -1,12 +1,17 @@
 """A Simulation as bytes and back, without torch: what reports need of it, not the recorded graph.
 
 A line of JSON (names and plain values; tuples as {"t": [...]}) and, compressed, the integer columns one after another.
+
+Note [Small columns]
+    A repeated answer of many ranks takes as long as its columns are to decompress. So each is kept in the smallest
+    dtype that holds it, and what would need eight bytes a row, or is no integer (shapes), as numbers into a table.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -82,15 +87,14 @@ def simulation_from_bytes(content: bytes, gpu: Gpu | None) -> Simulation:
 
 def _rank_record(rank: RankResult, chunks: list[bytes]) -> dict[str, Any]:
     liveness, result = rank.liveness, rank.reservation
-    lengths = np.array([len(shape) for shape in liveness.shapes], dtype=np.int64)
-    extents = np.array([extent for shape in liveness.shapes for extent in shape], dtype=np.int64)
+    table: dict[tuple[int, ...], int] = {}
+    shapes = np.array([table.setdefault(tuple(shape), len(table)) for shape in liveness.shapes], dtype=np.int64)
     columns = {name: getattr(liveness, name) for name in _ARRAYS if getattr(liveness, name) is not None}
     plain = [column.name for column in fields(rank) if column.name not in _NOT_PLAIN]
     return {
         "plain": {name: _plain(getattr(rank, name)) for name in plain},
         "columns": {name: _put(column, chunks) for name, column in columns.items()},
-        "shape_lengths": _put(lengths, chunks),
-        "shape_extents": _put(extents, chunks),
+        "shapes": [list(table), _put(shapes, chunks)],
         "names": {name: list(getattr(liveness, name)) for name in _NAMES},
         "allocator": {column.name: _plain(getattr(rank.allocator, column.name)) for column in fields(rank.allocator)},
         "overheads": [asdict(item) for item in rank.overheads.items],
@@ -103,12 +107,8 @@ def _rank_record(rank: RankResult, chunks: list[bytes]) -> dict[str, Any]:
 
 def _rank(record: dict[str, Any], data: memoryview) -> RankResult:
     columns = {name: _get(place, data) for name, place in record["columns"].items()}
-    lengths = _get(record["shape_lengths"], data).tolist()
-    extents = _get(record["shape_extents"], data).tolist()
-    shapes, start = [], 0
-    for length in lengths:
-        shapes.append(tuple(extents[start : start + length]))
-        start += length
+    table, numbers = record["shapes"]
+    shapes = _Shapes([tuple(shape) for shape in table], _get(numbers, data))
     liveness = Liveness(**{"op_node": None, **columns}, shapes=shapes, **record["names"])
     config = AllocatorConfig(**{name: _unplain(value) for name, value in record["allocator"].items()})
     rank = RankResult(
@@ -126,17 +126,45 @@ def _rank(record: dict[str, Any], data: memoryview) -> RankResult:
     return rank
 
 
-def _put(column: np.ndarray, chunks: list[bytes]) -> list:
-    """[dtype, first byte, rows] of a column put at the end of `chunks`."""
-    start = sum(len(chunk) for chunk in chunks)
+class _Shapes(Sequence):
+    """Shapes by row: most are alike, so that there is a table of them and each row's number in it."""
+
+    def __init__(self, table: list[tuple[int, ...]], numbers: np.ndarray):
+        self._table, self._numbers = table, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, row):
+        if isinstance(row, slice):
+            return [self._table[number] for number in self._numbers[row].tolist()]
+        return self._table[self._numbers[row]]
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return map(self._table.__getitem__, self._numbers.tolist())
+
+
+def _put(column: np.ndarray, chunks: list[bytes]) -> dict[str, Any]:
+    """Where a column is that was put at the end of `chunks`, and its dtype: Note [Small columns]."""
+    place: dict[str, Any] = {"dtype": column.dtype.str}
+    if column.dtype.kind in "iu" and len(column):
+        smallest = np.result_type(np.min_scalar_type(column.min()), np.min_scalar_type(column.max()))
+        if smallest.itemsize > 4:
+            table, column = np.unique(column, return_inverse=True)
+            place["table"] = table.tolist()
+            smallest = np.min_scalar_type(len(table))
+        column = column.astype(smallest)
     column = np.ascontiguousarray(column)
+    place |= {"kept": column.dtype.str, "start": sum(len(chunk) for chunk in chunks), "rows": len(column)}
     chunks.append(column.tobytes())
-    return [column.dtype.str, start, len(column)]
+    return place
 
 
-def _get(place: list, data: memoryview) -> np.ndarray:
-    dtype, start, rows = place
-    return np.frombuffer(data, dtype=np.dtype(dtype), count=rows, offset=start)
+def _get(place: dict[str, Any], data: memoryview) -> np.ndarray:
+    column = np.frombuffer(data, dtype=np.dtype(place["kept"]), count=place["rows"], offset=place["start"])
+    if "table" in place:
+        column = np.array(place["table"], dtype=np.dtype(place["dtype"]))[column]
+    return column.astype(np.dtype(place["dtype"]), copy=False)
 
 
 def _plain(value: Any) -> Any:

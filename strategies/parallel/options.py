@@ -213,8 +213,6 @@ def _check_degrees(options: Mapping[str, Option]) -> None:
         raise InputError(
             f"pp {values['pp']} with engine {engine} is not predicted; stages are sharded by engine fsdp2."
         )
-    if (values["pp"] or 1) > 1:
-        _check_inside_stages(options)
     if engine in OWN_LOOP_ENGINES:
         _check_own_loop(engine, values)
     data = max(values["dp_shard"] or 1, values["dp_replicate"] or 1)
@@ -288,16 +286,6 @@ def _mixed_precision(options: dict[str, Option]) -> None:
             origin=f"{options['autocast'].origin}; FSDP2 casts parameters itself, {_ACCELERATE} "
             "accelerator.py:_prepare_fsdp2 adds no autocast",
         )
-
-
-def _check_inside_stages(options: Mapping[str, Option]) -> None:
-    """Raise InputError for what cuts a stage's own layers in a way that its neighbours would have to know."""
-    for name in ("cp", "ep"):
-        if (options[name].value or 1) > 1:
-            raise InputError(f"pp {options['pp'].value} with {name} {options[name].value} is not predicted yet.")
-    for name in ("sequence_parallel", "loss_parallel"):
-        if options[name].value:
-            raise InputError(f"pp {options['pp'].value} with {name} is not predicted: stages pass whole hidden states.")
 
 
 def _check_offload(options: Mapping[str, Option]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,17 @@ class PipelineParallel(NoOpStrategy):
         )
 
     def assumptions(self) -> tuple[str, ...]:
+        cut = (
+            "every rank cuts its parts of ids, shifted labels and positions out of the step's batch before the "
+            "schedule begins, and every stage is given the positions; parts of the sequence go between stages",
+        )
+        order = (
+            "the order of actions is Megatron-LM's (megatron/core/pipeline_parallel/schedules.py), its stages are run "
+            "by torch's runtime: Megatron receives into new buffers, torch into one that it keeps for every microbatch",
+        )
         return (
+            *(order if self.schedule.is_megatron else ()),
+            *(cut if self.layout.cp > 1 else ()),
             f"a step is {self.count} microbatches of batch_size; its ids and labels lie on every rank's GPU together, "
             "without an attention mask (samples are full)",
             "torch's PipelineStage is told the shapes between stages; it makes a buffer for every microbatch's hidden "
@@ -145,20 +155,25 @@ class PipelineParallel(NoOpStrategy):
         model = _model_in(module)
         config = model.config.get_text_config()
         samples, tokens = batch["input_ids"].shape
-        size = (samples // self.count, tokens)
+        size = (samples // self.count, tokens // self.layout.cp)
+        parts = self.layout.tp if any(getattr(one, "sequence_parallel", False) for one in strategies) else 1
         dtype = _boundary_dtype(model, loop, strategies)
+        part_of = _part_of(strategies)
 
-        def loss(logits, labels):
-            return model.loss_function(logits=logits, labels=labels, vocab_size=config.vocab_size)
+        def loss(logits, targets):
+            given = {"labels": targets} if self.layout.cp == 1 else {"labels": None, "shift_labels": targets}
+            return model.loss_function(logits=logits, **given, vocab_size=config.vocab_size)
 
         pipeline = Pipeline(
-            schedule=self.schedule.class_name,
+            schedule=self.schedule.kind,
             num_stages=self.num_stages,
             microbatches=self.count,
-            boundary=((*size, config.hidden_size), dtype),
+            boundary=((size[0], size[1] // parts, config.hidden_size), dtype),
             logits=((*size, config.vocab_size), dtype),
+            tokens=size,
             loss=loss,
             group=lambda: layout_mesh(self.layout)["pp"].get_group(),
+            part_of=lambda batch: part_of(model, batch),
         )
         plain = {one.name: getattr(loop, one.name) for one in dataclasses.fields(loop)}
         return PipelineLoop(**plain, pipeline=pipeline)
@@ -201,6 +216,22 @@ def _boundary_dtype(model: torch.nn.Module, loop: TrainingLoop, strategies: Sequ
     if loop.autocast is not None and loop.autocast_region == "forward":
         return torch.float32  # accelerate's conversion of what a forward returns
     return getattr(torch, cast.casts_to) if cast is not None else model.get_input_embeddings().weight.dtype
+
+
+def _part_of(strategies: Sequence[Strategy]) -> Callable[..., dict[str, torch.Tensor]]:
+    """What a rank's stages are given of (model, batch): what the strategies make of it before they call a model.
+
+    Parts of a sequence come with their labels shifted already, and with positions that every stage has to know.
+    """
+
+    def compute(model, batch):
+        labels = batch.get("shift_labels", batch["labels"])
+        positions = {name: batch[name] for name in ("position_ids",) if name in batch}
+        return {"input_ids": batch["input_ids"], "targets": labels, **positions}
+
+    for strategy in strategies:
+        compute = strategy.loss_function(compute)
+    return compute
 
 
 def _text(blocks: range) -> str:

@@ -61,8 +61,8 @@ class Traces:
         return Traced(graph=graph, answered=answered, liveness=liveness, actions=graph.actions)
 
     def _short_run(self, pipeline: PipelineParallel | None) -> tuple[int, int] | None:
-        if pipeline is None or any(one.rewrites for one in self.strategies):
-            return None
+        if pipeline is None or any(one.rewrites for one in self.strategies) or pipeline.layout.cp > 1:
+            return None  # under cp a rank's part of the batch is made in every step, as long as the run
         return short_run(pipeline.schedule, pipeline.layout.pp, pipeline.count)
 
     def _played(self, pipeline: PipelineParallel, size: tuple[int, int], rank: int, module: Any) -> Traced:

@@ -5,8 +5,9 @@ Where each byte comes from: a short run of the same schedule class with this ran
 microbatch stand for the first and the last, one in between for all others; a storage dies where it died there: in the
 same action, in another action of its microbatch or of one a fixed number later, or at a point of the step.
 Oracle: the real schedule on the phantom GPU (tests/agreement/distributed/test_played_pipelines.py).
-Not played, but run whole: stages that FSDP gathers and lets go during the step (more than three stages a rank), and
-DualPipeV, which changes the kind of its backwards from one microbatch to the next.
+Not played, but run whole: stages that FSDP gathers and lets go during the step (more than three stages a rank),
+Megatron's groups of more microbatches than ranks, and DualPipeV, which changes the kind of its backwards from one
+microbatch to the next.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ def short_run(schedule: Schedule, pp: int, microbatches: int) -> tuple[int, int]
     """(pp, microbatches) of the short run that shows all that a long one has; None where the long one is no longer."""
     short = min(pp, SHORT_PP)
     count = 2 * short + 3 if schedule.name == "zbv" else max(short, 3)  # the first, the last, one for all others
-    if schedule.name == "dualpipev" or schedule.virtual > MAX_ACTIVE_STAGES or (count >= microbatches and short == pp):
+    if (
+        schedule.name == "dualpipev"
+        or schedule.group
+        or schedule.virtual > MAX_ACTIVE_STAGES
+        or (count >= microbatches and short == pp)
+    ):
         return None
     return (short, count) if count <= microbatches else None
 

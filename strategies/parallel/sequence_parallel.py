@@ -54,6 +54,22 @@ def apply_sequence_parallelism(
         parameter.requires_grad_(trained[name])
 
 
+def pass_parts_between_stages(module: torch.nn.Module, mesh: DeviceMesh) -> None:
+    """A stage of a pipeline then takes and returns this rank's part of hidden states, as a plain tensor: what it does
+    in between are DTensors, but neighbours send the part alone (torchtitan's parts are plain everywhere).
+    """
+    forward = module.forward
+
+    def of_parts(hidden: torch.Tensor, **given: Any) -> Any:
+        if hidden.is_floating_point():  # not token ids
+            hidden = DTensor.from_local(hidden, mesh, (Shard(1),), run_check=False)
+        output = forward(hidden, **given)
+        cut = isinstance(output, DTensor) and output.placements == (Shard(1),)
+        return output.to_local() if cut else output
+
+    module.forward = of_parts
+
+
 def apply_loss_parallelism(module: torch.nn.Module, mesh: DeviceMesh, head: str) -> None:
     """Cut the head alone, its logits left in parts."""
     parallelize_module(module, mesh, {head: _sharded_logits()})

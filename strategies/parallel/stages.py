@@ -154,7 +154,7 @@ def _returns_tuple(block: nn.Module) -> bool:
     return "tuple" in str(inspect.signature(forward).return_annotation).lower()
 
 
-def _forward(model, kind, own, first, last, hidden):
+def _forward(model, kind, own, first, last, hidden, **given):
     """What a stage computes; raises InputError where the model does something to the hidden states on their way."""
     seen: dict[str, torch.Tensor] = {}
     begin, end = (model.get_submodule(name) for name in (own[0], own[-1]))
@@ -162,7 +162,7 @@ def _forward(model, kind, own, first, last, hidden):
         begin.register_forward_pre_hook(_note_input(seen), with_kwargs=True),
         end.register_forward_hook(_note_output(seen)),
     ]
-    inputs = {"input_ids" if first else "inputs_embeds": hidden, "use_cache": False}
+    inputs = {"input_ids" if first else "inputs_embeds": hidden, "use_cache": False, **given}
     try:
         base = getattr(model, model.base_model_prefix)
         output = kind.forward(model, **inputs).logits if last else base(**inputs)[0]
@@ -178,6 +178,7 @@ def _forward(model, kind, own, first, last, hidden):
 
 def _is_same(one, other) -> bool:
     """Whether two tensors are the same memory: FSDP hands on views of what it is given."""
+    one, other = getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other)
     if one is None or one.shape != other.shape:
         return False
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata

@@ -71,7 +71,11 @@ class TensorParallel(NoOpStrategy):
         """The module, which is on the device, cut in place."""
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-        from metapeak.strategies.parallel.sequence_parallel import apply_loss_parallelism, apply_sequence_parallelism
+        from metapeak.strategies.parallel.sequence_parallel import (
+            apply_loss_parallelism,
+            apply_sequence_parallelism,
+            pass_parts_between_stages,
+        )
         from metapeak.strategies.parallel.stages import Passed
 
         if self.layout.tp == 1:
@@ -83,6 +87,8 @@ class TensorParallel(NoOpStrategy):
         head = _head_name(module) if self.loss_parallel else None
         if self.sequence_parallel:
             apply_sequence_parallelism(module, mesh, plan, sharded_logits=head)
+            if elsewhere:  # a stage of a pipeline
+                pass_parts_between_stages(module, mesh)
         else:
             styles = {name: style for name, style in plan.items() if head is None or not _is_within(name, head)}
             apply_tensor_parallelism(module, mesh, styles)
@@ -133,6 +139,7 @@ class TensorParallel(NoOpStrategy):
             said.append(
                 f"tensor parallelism is torch's with sequence parallelism as torchtitan places it: activations between "
                 f"blocks are 1/{self.layout.tp} of the sequence"
+                + (", and as plain tensors so they go between stages" if self.layout.pp > 1 else "")
             )
         if self.loss_parallel:
             said.append(f"logits and loss are cut over the vocabulary (1/{self.layout.tp} on a rank, loss_parallel)")

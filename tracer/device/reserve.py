@@ -8,6 +8,7 @@ allocates before the references to its inputs go.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,7 +81,11 @@ class AllocatorResult:
     unfragmented_peak: int
     retries: int
     oom: OutOfMemoryAt | None
-    _run: _Run
+    _make_run: Callable[[], _Run]
+
+    @functools.cached_property
+    def _run(self) -> _Run:
+        return self._make_run()
 
     @property
     def reserved_range(self) -> tuple[int, int]:
@@ -144,7 +149,7 @@ def reserve(
         unfragmented_peak=_unfragmented_peak(liveness, config, storage, is_alloc),
         retries=allocator.retries,
         oom=oom,
-        _run=run,
+        _make_run=lambda: run,
     )
 
 
@@ -152,7 +157,8 @@ def replayed(
     liveness: Liveness, config: AllocatorConfig, *, capacity: int | None, oom: OutOfMemoryAt | None, **found: int
 ) -> AllocatorResult:
     """The result of a replay whose numbers (`found`: the fields of AllocatorResult) are known; events on demand."""
-    return AllocatorResult(config=config, capacity=capacity, oom=oom, _run=_run_of(liveness, config, capacity), **found)
+    make = functools.partial(_run_of, liveness, config, capacity)
+    return AllocatorResult(config=config, capacity=capacity, oom=oom, _make_run=make, **found)
 
 
 def _run_of(liveness: Liveness, config: AllocatorConfig, capacity: int | None) -> _Run:

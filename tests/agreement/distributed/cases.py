@@ -24,7 +24,7 @@ _EVEN = {**_UNEVEN, "vocab_size": 104, "hidden_size": 32, "num_attention_heads":
 
 def llama(device: str, **sizes) -> torch.nn.Module:
     """A Llama for training; eager attention, as the CPU and a GPU run it alike."""
-    config = hf.LlamaConfig(**(sizes or _UNEVEN), use_cache=False, attn_implementation="eager")
+    config = hf.LlamaConfig(**{**_UNEVEN, **sizes}, use_cache=False, attn_implementation="eager")
     torch.manual_seed(0)
     with torch.device(device):
         return hf.LlamaForCausalLM(config).train()
@@ -68,21 +68,22 @@ def for_tensor_parallel(device: str) -> torch.nn.Module:
     return llama(device, **_EVEN)
 
 
-def for_sequence_parallel(device: str) -> torch.nn.Module:
+def for_sequence_parallel(device: str, **sizes) -> torch.nn.Module:
     """A width that four ranks share, as torch's styles want it, and a vocabulary that they do not."""
-    return llama(device, **{**_EVEN, "intermediate_size": 72, "vocab_size": 101})
+    return llama(device, **{**_EVEN, "intermediate_size": 72, "vocab_size": 101, **sizes})
 
 
-def for_context_parallel(device: str) -> torch.nn.Module:
+def for_context_parallel(device: str, **sizes) -> torch.nn.Module:
     """SDPA, whose memory-efficient kernel takes float32 and heads of 8."""
-    model = llama(device, **_EVEN)
+    model = llama(device, **{**_EVEN, **sizes})
     model.set_attn_implementation("sdpa")
     return model
 
 
-def experts(device: str) -> torch.nn.Module:
+def experts(device: str, **sizes) -> torch.nn.Module:
     """A mixture of experts whose products are those of a loop, which the CPU and a GPU run alike."""
-    sizes = {**_EVEN, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+    sizes = {**_EVEN, **moe, **sizes}
     config = hf.Qwen3MoeConfig(**sizes, use_cache=False, attn_implementation="eager", experts_implementation="eager")
     torch.manual_seed(0)
     with torch.device(device):

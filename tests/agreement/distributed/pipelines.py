@@ -3,30 +3,26 @@
 from dataclasses import dataclass
 
 import torch
-import transformers as hf
 
-TOKENS = 12
+from tests.agreement.distributed.cases import (
+    experts,
+    for_context_parallel,
+    for_sequence_parallel,
+    llama,
+)
 
-
-def llama(device: str, blocks: int) -> torch.nn.Module:
-    config = hf.LlamaConfig(
-        vocab_size=101,
-        hidden_size=36,
-        num_hidden_layers=blocks,
-        num_attention_heads=3,
-        num_key_value_heads=3,
-        intermediate_size=70,
-        use_cache=False,
-        attn_implementation="eager",
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        return hf.LlamaForCausalLM(config).train()
+# Model and tokens by what the two ranks of a stage share; key "": nothing, or their shards.
+_MODELS = {"": llama, "tp": for_sequence_parallel, "cp": for_context_parallel, "ep": experts}
+_TOKENS = {"cp": 128}  # four chunks of 32 tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined:
-    """`sizes` are the blocks of each stage, `schedule` metapeak's name and `class_name` torch's."""
+    """`sizes` are the blocks of each stage, `schedule` metapeak's name and `class_name` torch's.
+
+    `inside`: two ranks hold each stage, its shards alone (dp_shard) or cut by tp with the sequence and the loss, by cp
+    or by ep.
+    """
 
     name: str
     schedule: str
@@ -34,11 +30,18 @@ class Pipelined:
     sizes: tuple[int, ...]
     microbatches: int
     batch_size: int = 2
-    sharded: bool = False
+    inside: str = ""
+
+    def build(self, device: str) -> torch.nn.Module:
+        return _MODELS.get(self.inside, llama)(device, num_hidden_layers=sum(self.sizes))
+
+    @property
+    def tokens(self) -> int:
+        return _TOKENS.get(self.inside, 12)
 
     def batch(self) -> dict[str, torch.Tensor]:
         samples = self.microbatches * self.batch_size
-        ids = torch.arange(samples * TOKENS).view(samples, TOKENS) % 101
+        ids = torch.arange(samples * self.tokens).view(samples, self.tokens) % 101
         return {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -66,7 +69,14 @@ PIPELINES = {
 }
 PIPELINES |= {
     f"4 ranks, {name}, sharded": Pipelined(
-        name=name, schedule=schedule, class_name=kind, sizes=sizes, microbatches=microbatches, sharded=True
+        name=name, schedule=schedule, class_name=kind, sizes=sizes, microbatches=microbatches, inside="dp_shard"
     )
     for name, schedule, kind, sizes, microbatches in _TWO[:3]
+}
+PIPELINES |= {
+    f"4 ranks, {name}, {inside}": Pipelined(
+        name=name, schedule=schedule, class_name=kind, sizes=sizes, microbatches=microbatches, inside=inside
+    )
+    for name, schedule, kind, sizes, microbatches in _TWO[1:3]
+    for inside in ("tp", "cp", "ep")
 }

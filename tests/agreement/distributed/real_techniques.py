@@ -159,7 +159,7 @@ def _cp(model, rotation=None, degree=None):
 
 
 @contextlib.contextmanager
-def _run_cp(rotation="allgather", degree=None):
+def _run_cp(rotation="allgather", degree=None, mesh=None):
     """torch's `context_parallel`, with kernels that the CPU has not: their results have the sizes of the GPU's."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
@@ -176,7 +176,7 @@ def _run_cp(rotation="allgather", degree=None):
     torch.nn.functional.scaled_dot_product_attention = efficient
     nothing = torch.zeros(2 * dist.get_world_size())
     try:
-        with context_parallel(_cp_mesh(degree)["cp"], buffers=[nothing], buffer_seq_dims=[0]):
+        with context_parallel(mesh or _cp_mesh(degree)["cp"], buffers=[nothing], buffer_seq_dims=[0]):
             yield
     finally:
         torch.nn.functional.scaled_dot_product_attention = original
@@ -199,7 +199,7 @@ def _efficient_attention_on_cpu():
     return library
 
 
-def _part_of_sequence(data, rotation=None, degree=None):
+def _part_of_sequence(data, rotation=None, degree=None, mesh=None):
     """Shifted labels and positions as the Hugging Face Trainer makes them, and this rank's part of everything."""
     from torch.distributed.tensor.experimental._context_parallel._attention import _context_parallel_buffers
     from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
@@ -209,7 +209,7 @@ def _part_of_sequence(data, rotation=None, degree=None):
     del labels
     count, length = data["input_ids"].shape
     whole["position_ids"] = torch.arange(length).expand(count, -1)
-    mesh = _cp_mesh(degree)["cp"]
+    mesh = mesh or _cp_mesh(degree)["cp"]
     balancer = _HeadTailLoadBalancer(length, mesh.size(), "cpu")
     parts = _context_parallel_buffers(mesh, list(whole.values()), [1] * len(whole), balancer)
     return dict(zip(whole, parts))
@@ -217,20 +217,26 @@ def _part_of_sequence(data, rotation=None, degree=None):
 
 def _ep(model, degree=None):
     """transformers' own, with FSDP2 for what is no expert."""
+    ranks = dist.get_world_size()
+    degree = degree or ranks
+    dense = _meshes(fsdp=ranks, tp=1)
+    spread_experts(model, ranks, _meshes(efsdp=ranks // degree, ep=degree), dense["tp"])
+    return _fsdp2(model, mesh=dense["fsdp"])
+
+
+def spread_experts(model, ranks, mesh, same_batch):
+    """Give each of `mesh`'s ep ranks its experts, and shard them over efsdp; `ranks` of both in all."""
     from torch.distributed.fsdp import fully_shard
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    ranks = dist.get_world_size()
-    degree = degree or ranks
+    degree = mesh["ep"].size()
     _, plan, _ = model._resolve_parallel_plans(DistributedConfig(fsdp_size=ranks, ep_size=degree))
-    dense, spread = _meshes(fsdp=ranks, tp=1), _meshes(efsdp=ranks // degree, ep=degree)
-    apply_expert_parallelism(model, spread["ep"], dense["tp"], plan)
+    apply_expert_parallelism(model, mesh["ep"], same_batch, plan)
     for block in blocks(model):
-        fully_shard(block.mlp.experts, mesh=spread["efsdp"], reshard_after_forward=True)
+        fully_shard(block.mlp.experts, mesh=mesh["efsdp"], reshard_after_forward=True)
         block.mlp.experts.set_gradient_divide_factor(float(ranks))
         block.mlp.experts.set_force_sum_reduction_for_comms(degree < ranks)
-    return _fsdp2(model, mesh=dense["fsdp"])
 
 
 @contextlib.contextmanager

@@ -32,7 +32,10 @@ CASES = {
     "interleaved, sharded": {"pp": 4, "dp_shard": 2, "schedule": "interleaved-1f1b:2", "microbatches": 10},
     "checkpointing, bf16": {"pp": 4, "microbatches": 8, "checkpointing": "full", "precision": "bf16"},
     "autocast": {"pp": 4, "microbatches": 8, "schedule": "interleaved-1f1b:2", "precision": "bf16-mixed"},
+    "megatron": {"pp": 4, "schedule": "megatron-1f1b", "microbatches": 7},
+    "megatron interleaved": {"pp": 4, "schedule": "megatron-interleaved:2", "microbatches": 12},
     "tp": {"pp": 4, "tp": 2, "microbatches": 7},
+    "tp, sequence": {"pp": 4, "tp": 2, "microbatches": 7, "sequence_parallel": True, "loss_parallel": True},
     "lora": {"pp": 4, "microbatches": 7, "method": "lora"},
 }
 _DEFAULT = ("1f1b", "interleaved")

@@ -1,23 +1,38 @@
 """Live bytes of a pipeline's rank at every action, and the peak within it, equal what real processes hold."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
 
+from metapeak.strategies.parallel.context_parallel import ContextParallel
+from metapeak.strategies.parallel.expert_parallel import ExpertParallel
 from metapeak.strategies.parallel.fsdp2 import FSDP2
 from metapeak.strategies.parallel.layout import Layout
 from metapeak.strategies.parallel.pipeline import PipelineParallel
 from metapeak.strategies.parallel.ranks import distribution
 from metapeak.strategies.parallel.schedules import parse_schedule
+from metapeak.strategies.parallel.tensor_parallel import TensorParallel
 from metapeak.tracer.capture import record_training_step
 from metapeak.tracer.distributed import one_rank_of
 from metapeak.tracer.liveness import Phase
 from metapeak.tracer.simulation import played_actions
 from metapeak.tracer.training_loop import TrainingLoop
-from tests.agreement.distributed.pipelines import PIPELINES, llama
+from tests.agreement.distributed.pipelines import PIPELINES
 from tests.agreement.distributed.real_ranks import Ranks
 from tests.agreement.distributed.test_real_ranks import foreach_adamw
 
+
+def _shards(layout):
+    return FSDP2(layout=layout, reshard_after_forward=False)
+
+
+_INSIDE = {
+    "dp_shard": [_shards],
+    "tp": [lambda layout: TensorParallel(layout=layout, sequence_parallel=True, loss_parallel=True)],
+    "cp": [lambda layout: ContextParallel(layout=layout), _shards],
+    "ep": [lambda layout: ExpertParallel(layout=layout), _shards],
+}
 _DEFAULT = ("2 ranks, gpipe", "2 ranks, 1f1b", "2 ranks, interleaved", "2 ranks, zbv")
 
 
@@ -37,18 +52,22 @@ def four_ranks():
 
 def predicted(case, world_size, rank):
     """The liveness and the actions of a rank on the phantom GPU."""
-    pp = 2 if case.sharded else world_size
-    layout = Layout(pp=pp, dp_shard=world_size // pp)
+    pp = 2 if case.inside else world_size
+    degrees = {case.inside: 2} if case.inside else {}
+    layout = Layout(pp=pp, **degrees, **({"dp_shard": 2} if case.inside == "ep" else {}))
     cuts = tuple(str(sum(case.sizes[:stage])) for stage in range(1, len(case.sizes)))
     pipeline = PipelineParallel(
         layout=layout, schedule=parse_schedule(case.schedule), microbatches=case.microbatches, split=cuts
     )
-    strategies = [pipeline]
-    if case.sharded:
-        strategies.append(FSDP2(layout=layout, reshard_after_forward=False))
-    model, batch = llama("meta", sum(case.sizes)), case.batch()
+    strategies = [pipeline, *(strategy(layout) for strategy in _INSIDE.get(case.inside, ()))]
+    model, batch = case.build("meta"), case.batch()
+    for strategy in strategies:
+        model = strategy.prepare(model)
     loop = pipeline.loop(TrainingLoop(), model, batch, strategies)
-    with one_rank_of(world_size, rank):
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(one_rank_of(world_size, rank))
+        for strategy in strategies:
+            inside.enter_context(strategy.running())
         graph, _ = record_training_step(
             pipeline.local_stages(model, rank),
             batch,

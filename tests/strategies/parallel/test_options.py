@@ -9,6 +9,7 @@ from metapeak.strategies.parallel.fsdp1 import FSDP1
 from metapeak.strategies.parallel.fsdp2 import FSDP2
 from metapeak.strategies.parallel.layout import Layout
 from metapeak.strategies.parallel.megatron import Megatron
+from metapeak.strategies.parallel.pipeline import PipelineParallel
 from metapeak.strategies.parallel.tensor_parallel import TensorParallel
 from metapeak.strategies.parallel.zero import options as zero_options
 from metapeak.strategies.parallel.zero.strategy import DeepSpeed
@@ -48,6 +49,10 @@ def refusal(**values):
         ({"engine": "megatron", "gpus": 8}, [Megatron]),
         ({"cp": 2}, [ContextParallel, FSDP2]),
         ({"tp": 2, "cp": 2, "ep": 4, "dp_shard": 2}, [TensorParallel, ExpertParallel, ContextParallel, FSDP2]),
+        (
+            {"pp": 2, "tp": 2, "cp": 2, "ep": 4, "dp_shard": 2, "sequence_parallel": True},
+            [PipelineParallel, TensorParallel, ExpertParallel, ContextParallel, FSDP2],
+        ),
         ({"tp": 2, "ep": 2}, [TensorParallel, ExpertParallel]),
     ],
 )
@@ -163,8 +168,6 @@ def test_presets_bring_their_units():
         ({"wrap": "blocks", "engine": "ddp", "dp_replicate": 2}, "wrap belongs to engines"),
         ({"pp": 2, "engine": "fsdp1", "dp_shard": 2}, "pp 2 with engine fsdp1 is not predicted"),
         ({"pp": 2, "zero_stage": 3}, "pp 2 with engine deepspeed is not predicted"),
-        ({"pp": 2, "cp": 2}, "pp 2 with cp 2 is not predicted yet"),
-        ({"pp": 2, "tp": 2, "sequence_parallel": True}, "stages pass whole hidden states"),
         ({"engine": "megatron", "tp": 2}, "engine megatron with tp 2 is not predicted"),
         ({"engine": "megatron", "gpus": 2, "zero_stage": 1}, "belongs to engine deepspeed, but the engine is megatron"),
         ({"engine": "megatron", "gpus": 2, "output_dtype": "bf16"}, "not to megatron"),

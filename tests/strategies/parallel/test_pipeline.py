@@ -7,6 +7,7 @@ import pytest
 from metapeak.reports.data import record_of
 from metapeak.strategies import simulate_options
 from metapeak.strategies.parallel.layout import Layout
+from metapeak.strategies.parallel.megatron_schedules import megatron_order
 from metapeak.strategies.parallel.pipeline import PipelineParallel
 from metapeak.strategies.parallel.played import order_of
 from metapeak.strategies.parallel.schedules import Schedule, parse_schedule
@@ -184,6 +185,58 @@ def test_the_record_has_the_schedule(tiny):
 
 
 _FIRST_OF_TWO = ("0 F 0", "0 F 1", "0 B 0", "0 F 2", "0 B 1", "0 F 3", "0 B 2", "0 F 4", "0 B 3", "0 B 4")
+
+
+def test_stages_pass_parts_of_a_sequence_that_is_cut(tiny):
+    """What neighbours send into has a rank's own part of the tokens: 1 / (cp x tp), with sequence_parallel."""
+    options = {"pp": 2, "seq_len": 128, "microbatches": 2, "precision": "bf16"}
+    whole = _buffers(tiny(**options))
+    assert whole == _buffers(tiny(**options, tp=2)) == 2 * _buffers(tiny(**options, cp=2))
+    cut = tiny(**options, tp=2, cp=2, sequence_parallel=True)
+    assert whole == 4 * _buffers(cut)
+    assert "parts of the sequence go between stages" in " ".join(cut.how.assumptions)
+
+
+def _buffers(simulation):
+    liveness = simulation.ranks[-1].liveness
+    row = [place for place, shape in enumerate(liveness.shapes) if len(shape) == 3 and shape[-1] == 48]
+    which = [place for place in row if liveness.category[place] == Category.COMMUNICATION]
+    return int(liveness.nbytes[which].sum())
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 8), (4, 12)])
+def test_megatrons_orders_are_those_of_torch_where_both_have_one(pp, microbatches):
+    for ours, theirs in (("megatron-1f1b", "1f1b"), ("megatron-interleaved:3", "interleaved-1f1b:3")):
+        for place in range(pp):
+            given = (place, pp, microbatches)
+            found = [one for one in order_of(parse_schedule(ours), *given) if one[0] != "R"]
+            assert found == [one for one in order_of(parse_schedule(theirs), *given) if one[0] != "R"]
+
+
+def test_megatron_takes_fewer_microbatches_than_stages(tiny):
+    ranks = tiny(pp=4, schedule="megatron-1f1b", microbatches=2).ranks
+    assert [max(action.in_flight for action in rank.actions) for rank in ranks] == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("group", [4, 6])
+def test_megatrons_interleaved_warm_up_decides_what_is_in_flight(group):
+    """(pp - rank - 1) x 2 + (virtual - 1) x group forwards, and the one of the first pair."""
+    for place in range(4):
+        in_flight, most = 0, 0
+        for kind, _, _ in megatron_order(place, 4, 2, 12, group):
+            in_flight += {"F": 1, "B": -1}[kind]
+            most = max(most, in_flight)
+        assert in_flight == 0 and most == 2 * (4 - place - 1) + group + 1
+
+
+def test_what_megatron_refuses_is_refused():
+    assert parse_schedule("megatron-interleaved:2:6") == Schedule(name="megatron-interleaved", virtual=2, group=6)
+    for schedule, message in (
+        ("megatron-interleaved:2:3", "has to lie between pp 4 and microbatches 9"),
+        ("megatron-interleaved:2", "microbatches 9 mod .* = 1, which has to be 0 or pp 4"),
+    ):
+        with pytest.raises(InputError, match=message):
+            parse_schedule(schedule).check(4, 9)
 
 
 def test_order_of_gpipe_reduces_once():
