@@ -1,6 +1,8 @@
 """The phantom GPU: what PyTorch does on it, and that it does what CUDA would."""
 
 import gc
+import subprocess
+import sys
 from importlib import resources
 
 import pytest
@@ -194,3 +196,9 @@ def test_errors_name_the_op_and_the_module():
     with pytest.raises(TraceError, match=r"aten\.mm\.default in module '1'") as caught:
         record_training_step(model, (torch.ones(2, 8),), None)
     assert caught.value.op == "aten.mm.default" and caught.value.module == "1"
+
+
+def test_nothing_that_keeps_frames_is_imported_inside_a_step():
+    program = "import sys, metapeak.tracer.capture; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "True"
