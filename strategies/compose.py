@@ -119,7 +119,12 @@ def simulate(
     life = lifecycle or Lifecycle()
     check_lifecycle(life, strategies)
     layout = layout_of(strategies)
-    strategies = with_real_checkpoints(layout, strategies, functools.partial(_plain_graph, resolved, spec, step, gpu))
+    strategies = with_real_checkpoints(
+        layout,
+        strategies,
+        lambda alone: _set_up(resolved, spec, step, alone, gpu).module,
+        functools.partial(_plain_graph, resolved, spec, step, gpu),
+    )
     set_up = functools.partial(_set_up, resolved, spec, step, strategies, gpu)
     first = set_up()
     summary = _summary(resolved, first.built.module, first.module)
