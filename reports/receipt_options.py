@@ -18,8 +18,8 @@ from metapeak.tracer.packages.diffusers import name_of
 from metapeak.tracer.packages.registry import PACKAGES
 
 SYNTHETIC, SYNTHETIC_PROGRAMS = "synthetic", ("lm-head-loss",)
-# Layers of Qwen's own code -> those of the native class beside it.
-_SPLIT = {"c_attn": ("q_proj", "k_proj", "v_proj")}
+# Layers of Qwen's and Baichuan's own code -> those of the native class beside it.
+_SPLIT = {"c_attn": ("q_proj", "k_proj", "v_proj"), "W_pack": ("q_proj", "k_proj", "v_proj")}
 _CHECKPOINTING = {"selective:op": "selective:torchtitan"}
 # Names of the receipts that the catalogue spells otherwise.
 _GPUS = {
@@ -192,7 +192,7 @@ def _parallel(options: Mapping[str, Any], versions: Mapping[str, str]) -> Iterat
     """Engine and degrees. Raises Refused for an engine that is not predicted, or a degree of a kind that is not."""
     parallel = options.get("parallel") or {}
     engine = parallel.get("engine", "none")
-    if engine in ("deepspeed", "megatron"):
+    if engine == "megatron":
         raise Refused(f"runs on several GPUs ({engine}), to whose options receipts are not mapped yet")
     for name in ("pp", "cp", "ep"):
         if (parallel.get(name) or 1) > 1:
@@ -200,6 +200,9 @@ def _parallel(options: Mapping[str, Any], versions: Mapping[str, str]) -> Iterat
     if engine == "none":
         return
     yield "engine", engine
+    if engine == "deepspeed":
+        yield from _deepspeed(parallel)
+        return
     precision = options.get("mixed_precision") or {}
     yield from ((f"{name}_dtype", precision[name]) for name in ("param", "reduce") if precision.get(name))
     yield from ((name, parallel[name]) for name in ("dp_replicate", "dp_shard", "tp") if (parallel.get(name) or 1) > 1)
@@ -209,6 +212,19 @@ def _parallel(options: Mapping[str, Any], versions: Mapping[str, str]) -> Iterat
     around = options.get("preset") in _TRAINERS and (version is None or version < _CHECKPOINTS_INSIDE_UNITS_FROM)
     if engine == "fsdp1" and around and options.get("checkpointing") not in (None, "none"):
         yield "checkpoint_around_units", True
+
+
+def _deepspeed(parallel: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Its stage over all data-parallel ranks, and what lies on the host."""
+    if (parallel.get("tp") or 1) > 1:
+        raise Refused("runs with tensor parallelism under DeepSpeed, to which receipts are not mapped yet")
+    yield "zero_stage", parallel["zero_stage"]
+    yield "gpus", (parallel.get("dp_replicate") or 1) * (parallel.get("dp_shard") or 1)
+    offloads = {None: (), "optimizer": ("optimizer",), "all": ("optimizer", "param")}
+    if parallel.get("cpu_offload") not in offloads:
+        what = parallel["cpu_offload"]
+        raise Refused(f"runs on several GPUs (deepspeed, {what} on the host), to which receipts are not mapped yet")
+    yield from ((f"offload_{what}", "cpu") for what in offloads[parallel.get("cpu_offload")])
 
 
 def _attention(name: str, model: str, versions: Mapping[str, str]) -> str:

@@ -114,7 +114,12 @@ def simulate(
     life = lifecycle or Lifecycle()
     check_lifecycle(life, strategies)
     layout = layout_of(strategies)
-    strategies = with_real_checkpoints(layout, strategies, functools.partial(plain_graph, resolved, spec, step, gpu))
+    strategies = with_real_checkpoints(
+        layout,
+        strategies,
+        lambda alone: set_up(resolved, spec, step, alone, gpu).module,
+        functools.partial(plain_graph, resolved, spec, step, gpu),
+    )
     first = set_up(resolved, spec, step, strategies, gpu)
     summary = _summary(resolved, first.built.module, first.module)
     given = strategy_options(strategies, first.module, options or {})

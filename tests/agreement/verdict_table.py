@@ -4,6 +4,9 @@ verdict_table.tsv has a line a case: its id, what happened (fits, borderline, oo
 the device bytes needed over what the GPU offers (the middle of the range), the outcome, and a note: the mechanism of a
 miss, or the reason of the refusal. An outcome is `right`, `near` (wrong, but within 5 % of the capacity) or `wrong`; a
 case that was borderline is right if it is predicted to be, or within 5 %.
+
+verdict_completions.json: what a case leaves open and its source tells (the command, the script, the defaults of its
+time), with where that is from; or why a case cannot be run at all.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from metapeak.strategies.settings import options_of, resolve
 from metapeak.tracer.errors import MetapeakError
 
 CASES = Path(__file__).parent.parent / "data" / "receipts" / "verdicts.jsonl"
+COMPLETIONS = Path(__file__).parent / "verdict_completions.json"
 TABLE = Path(__file__).parent / "verdict_table.tsv"
 HEADER = "case\thappened\tpredicted\tshare of capacity\toutcome\tnote\n"
 NEAR = 0.05
@@ -43,6 +47,13 @@ def read_cases() -> dict[str, dict[str, Any]]:
     return {case["id"]: case for case in map(json.loads, CASES.read_text(encoding="utf-8").splitlines())}
 
 
+def read_completions() -> dict[str, dict[str, Any]]:
+    """By the id of a case what it leaves open, in the receipts' words (`case`) or ours (`options`), and where that is
+    `from`; or the reason why it is `refused`.
+    """
+    return json.loads(COMPLETIONS.read_text(encoding="utf-8"))
+
+
 def read_table() -> dict[str, Row]:
     """Every row by the id of its case."""
     if not TABLE.exists():
@@ -59,9 +70,14 @@ def read_table() -> dict[str, Row]:
 def judged(case: dict[str, Any], note: str = "") -> Row:
     """What is predicted for a case now; `note` is kept for a miss."""
     happened = case["expect"]["verdict"]
+    completion = read_completions().get(case["id"], {})
+    note = note or completion.get("from", "")
     try:
-        receipt = _receipt(case)
-        options = resolve(options_of(options_of_receipt(receipt), case["id"]))
+        if "refused" in completion:
+            raise Refused(completion["refused"])
+        receipt = _receipt(_completed(case, completion.get("case", {})))
+        values = {**options_of_receipt(receipt), **completion.get("options", {})}
+        options = resolve(options_of(values, case["id"]))
         fit = simulate_resolved(reference_of(receipt), options).fit
     except (Refused, MetapeakError) as error:
         return Row(happened=happened, predicted="refused", share=None, outcome="refused", note=str(error))
@@ -81,6 +97,14 @@ def outcome_of(happened: str, predicted: str, share: float) -> str:
         return "right"
     near = abs(share - 1) <= NEAR
     return ("right" if happened == "borderline" else "near") if near else "wrong"
+
+
+def _completed(case: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """The case with options of one more level put in."""
+    options = dict(case["options"])
+    for name, value in more.items():
+        options[name] = {**(options.get(name) or {}), **value} if isinstance(value, dict) else value
+    return {**case, "options": options}
 
 
 def _receipt(case: dict[str, Any]) -> Receipt:
