@@ -58,14 +58,13 @@ def options_of_receipt(receipt: Receipt) -> dict[str, Any]:
     package = package_of(receipt)
     options, versions = receipt.options, _versions(receipt)
     parallel = dict(_parallel(options, versions))
-    if options.get("float8"):
-        raise Refused("computes in float8, which is not modelled")
     found = {name: options[name] for name in ("batch_size", "seq_len", "image_size") if options.get(name)}
     if options.get("attention"):
         found["attention"] = _attention(options["attention"], receipt.model, versions)
     found |= dict(_training(options, versions))
     found |= dict(_method(options, receipt.source))
-    found |= dict(_package_loss(package, options) if package else _loss(options, versions))
+    if not receipt.runs_as_twin:  # with the class's own loss
+        found |= dict(_package_loss(package, options) if package else _loss(options, versions))
     if package:
         _leave_to_package(package, found)
     found |= parallel
@@ -89,6 +88,8 @@ def package_of(receipt: Receipt) -> str | None:
     """The prefix of the package whose classes were measured, None for models of transformers."""
     if receipt.definition == SYNTHETIC:
         return SYNTHETIC
+    if receipt.runs_as_twin:
+        return None
     name = receipt.definition.removeprefix("package:")
     return name if name in PACKAGES and receipt.definition != name else None
 
@@ -115,7 +116,7 @@ def reference_of(receipt: Receipt) -> str:
     if "lookalike" in receipt.fields:
         return _folder_of(json.dumps(receipt.fields["lookalike"]["config"], sort_keys=True))
     if package is None:
-        return receipt.model
+        return receipt.fields["twin"] if receipt.runs_as_twin else receipt.model
     name = receipt.fields["definition_key"]
     if package == "diffusers":
         name = name_of(name, receipt.fields["definition_facts"]["config"])
@@ -194,9 +195,10 @@ def _parallel(options: Mapping[str, Any], versions: Mapping[str, str]) -> Iterat
     engine = parallel.get("engine", "none")
     if engine == "megatron":
         raise Refused(f"runs on several GPUs ({engine}), to whose options receipts are not mapped yet")
-    for name in ("pp", "cp", "ep"):
-        if (parallel.get(name) or 1) > 1:
-            raise Refused(f"runs with {name} {parallel[name]}, to which receipts are not mapped yet")
+    pp, cp, ep = (parallel.get(name) or 1 for name in ("pp", "cp", "ep"))
+    if ep > 1 or (pp > 1 and cp > 1):
+        what = f"ep {ep}" if ep > 1 else f"pp {pp} and cp {cp} together"
+        raise Refused(f"runs with {what}, to which receipts are not mapped yet")
     if engine == "none":
         return
     yield "engine", engine
@@ -205,7 +207,9 @@ def _parallel(options: Mapping[str, Any], versions: Mapping[str, str]) -> Iterat
         return
     precision = options.get("mixed_precision") or {}
     yield from ((f"{name}_dtype", precision[name]) for name in ("param", "reduce") if precision.get(name))
-    yield from ((name, parallel[name]) for name in ("dp_replicate", "dp_shard", "tp") if (parallel.get(name) or 1) > 1)
+    degrees = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
+    yield from ((name, parallel[name]) for name in degrees if (parallel.get(name) or 1) > 1)
+    yield from _inside_and_between(parallel, options)
     if parallel.get("cpu_offload"):
         yield "cpu_offload", True
     version = _version(versions.get("transformers"))
@@ -216,8 +220,10 @@ def _parallel(options: Mapping[str, Any], versions: Mapping[str, str]) -> Iterat
 
 def _deepspeed(parallel: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Its stage over all data-parallel ranks, and what lies on the host."""
-    if (parallel.get("tp") or 1) > 1:
-        raise Refused("runs with tensor parallelism under DeepSpeed, to which receipts are not mapped yet")
+    if any((parallel.get(name) or 1) > 1 for name in ("tp", "pp", "cp")):
+        raise Refused(
+            "runs with tensor, pipeline or context parallelism under DeepSpeed, to which receipts are not mapped yet"
+        )
     yield "zero_stage", parallel["zero_stage"]
     yield "gpus", (parallel.get("dp_replicate") or 1) * (parallel.get("dp_shard") or 1)
     offloads = {None: (), "optimizer": ("optimizer",), "all": ("optimizer", "param")}
@@ -225,6 +231,29 @@ def _deepspeed(parallel: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         what = parallel["cpu_offload"]
         raise Refused(f"runs on several GPUs (deepspeed, {what} on the host), to which receipts are not mapped yet")
     yield from ((f"offload_{what}", "cpu") for what in offloads[parallel.get("cpu_offload")])
+
+
+def _inside_and_between(parallel: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What torchtitan does by default beside the degrees: the loss is cut with tp; the batch of a rank, which is that
+    of its whole step, is cut into as many microbatches as there are ranks in the pipeline; a schedule with several
+    stages a rank has two.
+
+    Source: torchtitan at 9dec370, torchtitan/parallelisms/pipelining_utils.py (build_pipeline_schedule,
+    generate_split_points), parallel_dims.py (loss_parallel_enabled).
+    """
+    if parallel.get("sequence_parallel"):
+        yield "sequence_parallel", True
+        yield "loss_parallel", True
+    pp = parallel.get("pp") or 1
+    if pp == 1:
+        return
+    schedule = parallel["schedule"]
+    yield "schedule", schedule if ":" in schedule or schedule == "1f1b" else f"{schedule}:2"
+    count = parallel.get("microbatches") or pp
+    if options["batch_size"] % count:
+        raise Refused(f"batch_size {options['batch_size']} / {count} microbatches is no whole number of samples")
+    yield "microbatches", count
+    yield "batch_size", options["batch_size"] // count
 
 
 def _attention(name: str, model: str, versions: Mapping[str, str]) -> str:

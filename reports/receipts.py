@@ -53,6 +53,13 @@ class Receipt:
         return self.fields["options"]
 
     @property
+    def runs_as_twin(self) -> bool:
+        """Whether transformers' class is run for torchtitan's: those of a package are not cut inside or into stages."""
+        degrees = self.options.get("parallel") or {}
+        cut = any((degrees.get(name) or 1) > 1 for name in ("tp", "pp", "cp"))
+        return cut and self.definition == "package:torchtitan" and "twin" in self.fields
+
+    @property
     def stand_in(self) -> str | None:
         """What is run beside the measured program because that cannot be had; None where it is the program itself.
 
@@ -62,6 +69,10 @@ class Receipt:
         if self.definition == "transformers-remote-code" and "lookalike" in self.fields:
             alike = self.fields["lookalike"]
             said.append(f"a native {alike['config']['model_type']} of the same sizes ({alike['differs']})")
+        if self.runs_as_twin:
+            said.append("transformers' class of the same sizes, with its loss, in place of torchtitan's")
+        if self.options.get("float8"):
+            said.append("products in bfloat16 in place of float8")
         if self.options.get("compile"):
             said.append("the eager step in place of the compiled one")
         return " and ".join(said) or None

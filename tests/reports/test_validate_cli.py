@@ -6,6 +6,7 @@ import pytest
 
 from metapeak.reports import validation_run
 from metapeak.reports.cli import main
+from metapeak.reports.receipt_options import options_of_receipt, reference_of
 from metapeak.reports.receipts import Refused, read_receipts
 from metapeak.reports.validation import Prediction, predict
 from metapeak.reports.validation_report import render_validation_html, summary_of, validation_record
@@ -111,3 +112,27 @@ def test_an_empty_summary_renders(receipts):
     assert validation_record(refused)["summary"]["median_abs_error_percent"] is None
     assert "Refused" in render_validation_html(refused, interrupted=True)
     assert issubclass(Refused, Exception)
+
+
+def test_torchtitans_parallel_runs_are_its_twins(tmp_path):
+    degrees = {"engine": "fsdp2", "dp_shard": 8, "tp": 8, "pp": 4, "sequence_parallel": True}
+    titan = {"definition": "package:torchtitan", "definition_key": "llama3:8B", "twin": TINY}
+    options = {"batch_size": 12, "float8": "tensorwise", "loss": "eager"}
+    lines = [
+        line("loops", options=options | {"parallel": degrees | {"schedule": "interleaved-1f1b"}}, **titan),
+        line("no-twin", options=options | {"parallel": {"engine": "fsdp2", "dp_shard": 8}}, **titan),
+        line("both", options=options | {"parallel": degrees | {"schedule": "1f1b", "cp": 2}}, **titan),
+    ]
+    path = tmp_path / "titan.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    loops, no_twin, both = read_receipts(str(path))
+    found = options_of_receipt(loops)
+    assert (found["schedule"], found["microbatches"], found["batch_size"]) == ("interleaved-1f1b:2", 4, 3)
+    assert found["sequence_parallel"] and found["loss_parallel"] and "loss" not in found
+    assert reference_of(loops) == TINY and "in place of torchtitan's and products in bfloat16" in loops.stand_in
+    assert (
+        reference_of(no_twin) == "torchtitan:llama3:8B"
+        and no_twin.stand_in == "products in bfloat16 in place of float8"
+    )
+    with pytest.raises(Refused, match="pp 4 and cp 2 together"):
+        options_of_receipt(both)
