@@ -19,6 +19,7 @@ from metapeak.tracer.errors import InputError
 # What a plan chooses where nobody did, and asks for by flags of its own.
 _OWN = ("gpu", "gpus", "gpu_memory", "microbatches")
 _CHOSEN = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "batch_size", "grad_accum")
+ORDERS = ("cost", "time")
 _LISTS = {"method": "methods", "checkpointing": "policies", "schedule": "schedules"}
 
 
@@ -30,8 +31,6 @@ class PlanCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         from metapeak.reports.options import add_to_parser
-        from metapeak.strategies.planning.planner import ORDERS
-
         parser.add_argument("model", metavar="MODEL", help="Hugging Face id, folder, config.json or file.py:function")
         own = parser.add_argument_group("what to plan")
         own.add_argument("--gpu", required=True, metavar="NAME[,NAME]", help="GPUs to choose from (metapeak gpus)")

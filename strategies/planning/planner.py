@@ -31,7 +31,6 @@ from metapeak.tracer.simulation import Option, Simulation, Verdict
 ORIGIN = "plan"
 # Costs and times are ranges several times as wide as this ratio, so what differs by less counts as equal.
 SAME = 1.1
-ORDERS = ("cost", "time")
 # Engines whose ranks hold what profiles.py takes shares of; of others, and of offloading, no bound is known.
 _BOUNDED_ENGINES = (None, "none", "ddp", "fsdp1", "fsdp2")
 _UNBOUNDED = ("cpu_offload", "offload_optimizer", "offload_param")
