@@ -31,6 +31,7 @@ class PlanCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         from metapeak.reports.options import add_to_parser
+
         parser.add_argument("model", metavar="MODEL", help="Hugging Face id, folder, config.json or file.py:function")
         own = parser.add_argument_group("what to plan")
         own.add_argument("--gpu", required=True, metavar="NAME[,NAME]", help="GPUs to choose from (metapeak gpus)")
