@@ -41,14 +41,16 @@ COMMANDS = (
 )
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands; with `only`, the options of that one alone: those of others cost their imports."""
     parser = argparse.ArgumentParser(prog="metapeak", description=_DESCRIPTION)
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         child = commands.add_parser(command.name, help=command.help, description=command.help)
         child.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
-        command.add_arguments(child)
+        if only in (None, command.name):
+            command.add_arguments(child)
         child.set_defaults(run=command.run)
     return parser
 
@@ -58,7 +60,10 @@ _DESCRIPTION = "How much GPU memory a training job needs, traced from the real m
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; one clear message on stderr for what cannot be used."""
-    arguments = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    named = next((word for word in words if not word.startswith("-")), None)
+    known = named in {command.name for command in COMMANDS}
+    arguments = build_parser(named if known else None).parse_args(words)
     try:
         return arguments.run(arguments)
     except MetapeakError as error:

@@ -11,7 +11,7 @@ from rich.text import Text
 from metapeak.reports.data import SCHEMA_VERSION
 from metapeak.reports.sizes import gib
 from metapeak.strategies.planning.offers import BILLING, interruption
-from metapeak.strategies.planning.planner import Plan, Planned
+from metapeak.strategies.planning.planner import SAME, Plan, Planned
 from metapeak.strategies.planning.step_time import LINK_REACHED
 from metapeak.strategies.serving.speed import BANDWIDTH_REACHED, FLOPS_REACHED
 from metapeak.tracer.instances import COLLECTED
@@ -24,24 +24,27 @@ def plan_record(plan: Plan, prices_from: str, interval_minutes: float) -> dict[s
     return {
         "schema_version": SCHEMA_VERSION,
         "candidates": plan.candidates,
-        "ruled_out": plan.ruled_out,
+        "excluded": dict(plan.excluded),
         "simulated": plan.simulated,
         "left": plan.left,
+        "in_time": plan.in_time,
+        "traces": plan.traces,
         "seconds": round(plan.seconds, 3),
         "prices_from": prices_from,
-        "plans": [_planned(one, plan, interval_minutes) for one in plan.found],
+        "plans": [_planned(one, interval_minutes) for one in plan.found],
         "refused": list(plan.refused),
-        "assumptions": list(assumptions(prices_from)),
+        "assumptions": list(assumptions(plan, prices_from)),
     }
 
 
-def _planned(one: Planned, plan: Plan, interval_minutes: float) -> dict[str, Any]:
+def _planned(one: Planned, interval_minutes: float) -> dict[str, Any]:
     candidate, fit, rank = one.candidate, one.simulation.fit, one.simulation.worst
-    lost = interruption(plan.work[candidate.method], one.offers[0].machines if one.offers else 1, interval_minutes)
+    lost = interruption(one.work, one.offers[0].machines if one.offers else 1, interval_minutes)
     return {
         "gpu": candidate.gpu,
         "gpus": candidate.gpus,
-        "layout": {name: getattr(candidate, name) for name in ("dp_replicate", "dp_shard", "tp")},
+        "layout": {name: getattr(candidate, name) for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")},
+        "schedule": candidate.schedule,
         "method": candidate.method,
         "micro_batch": candidate.batch_size,
         "grad_accum": candidate.grad_accum,
@@ -84,18 +87,11 @@ def print_plan(plan: Plan, command: str, prices_from: str, interval_minutes: flo
     else:
         console.print(_table(plan, narrow))
         _print_best(plan, command, interval_minutes, console)
-    console.print(
-        Text(
-            f"{plan.candidates:,} candidates: {plan.ruled_out:,} ruled out by model states and activations alone, "
-            f"{plan.simulated} simulated in order"
-            + (f", {plan.left:,} not looked at for want of time (--seconds)" if plan.left else "")
-            + f"; {plan.seconds:.1f} s.",
-            style="dim",
-        )
-    )
+    for line in counts(plan):
+        console.print(Text(line, style="dim"))
     for reason, candidate in plan.refused.items():
         console.print(Text(f"Refused: {candidate.layout} on {candidate.gpus} x {candidate.gpu}: {reason}", style="dim"))
-    console.print(Text("Assumed: " + "; ".join(assumptions(prices_from)) + ".", style="dim"))
+    console.print(Text("Assumed: " + "; ".join(assumptions(plan, prices_from)) + ".", style="dim"))
 
 
 def _table(plan: Plan, narrow: bool) -> Table:
@@ -126,7 +122,7 @@ def _cells(number: int, one: Planned) -> list[str]:
     return [
         str(number),
         f"{candidate.gpus} x {candidate.gpu}",
-        candidate.layout,
+        candidate.layout + (f", {candidate.schedule}" if candidate.schedule else ""),
         candidate.method,
         f"{candidate.batch_size} x {candidate.grad_accum}",
         candidate.checkpointing,
@@ -159,9 +155,7 @@ def _print_best(plan: Plan, command: str, interval_minutes: float, console: Cons
                 f"{BILLING.get(item.cloud, 'as the provider says')}"
             )
         )
-    lost = interruption(
-        plan.work[best.candidate.method], best.offers[0].machines if best.offers else 1, interval_minutes
-    )
+    lost = interruption(best.work, best.offers[0].machines if best.offers else 1, interval_minutes)
     console.print(
         Text(
             f"  A checkpoint is {gib(lost.checkpoint_bytes)} GiB, {_span(lost.write_seconds)} s to write; kept every "
@@ -171,14 +165,28 @@ def _print_best(plan: Plan, command: str, interval_minutes: float, console: Cons
     )
 
 
-def assumptions(prices_from: str) -> tuple[str, ...]:
+def counts(plan: Plan) -> list[str]:
+    """What became of the layouts: how many there were, which rule left out how many, how many were simulated."""
+    out = sum(plan.excluded.values())
+    late = "" if plan.in_time else " for want of time (--seconds)"
+    lines = [
+        f"{plan.candidates:,} layouts in {plan.seconds:.1f} s: {plan.simulated} simulated, {out:,} left out by rule, "
+        f"{plan.left:,} not looked at{late or ', all of them ranked below those shown'}."
+    ]
+    return lines + [f"  {count:,}: {rule}" for rule, count in sorted(plan.excluded.items(), key=lambda item: -item[1])]
+
+
+def assumptions(plan: Plan, prices_from: str) -> tuple[str, ...]:
     """The sentences that every plan prints."""
     reached = [f"{share[0]:.0%} to {share[1]:.0%}" for share in (FLOPS_REACHED, BANDWIDTH_REACHED, LINK_REACHED)]
     return (
         f"kernels reach {reached[0]} of the data sheet's dense FLOPs and {reached[1]} of its bandwidth, collectives "
         f"{reached[2]} of the links, overlapped in the best case and one after the other in the worst",
-        "gradients are reduced after every micro-batch",
-        "tensor parallelism stays inside machines of 8; pipeline, context and expert parallelism are as given",
+        f"costs and times within {SAME - 1:.0%} count as equal, and the layout with fewer parts goes first",
+        "gradients are reduced after every micro-batch, those of a pipeline once a step",
+        "tensor parallelism stays inside machines of 8; pipelines wait (pp - 1) / microbatches of their time",
+        f"the least that a rank takes is from {plan.traces} steps traced on one GPU, "
+        + ("exact functions of the batch" if plan.exact else "taken to grow as the batch does, as they differ in kind"),
         f"prices are list prices {prices_from}, not offers; spot prices were seen once",
         "reading and writing checkpoints at 0.5 to 5 GB/s a machine",
     )
@@ -190,8 +198,8 @@ def prices_of_catalogue() -> str:
 
 def _none(plan: Plan) -> str:
     if plan.simulated == 0:
-        return "Nothing fits: model states and activations alone are larger than these GPUs."
-    return f"Nothing of the {plan.simulated} candidates that were simulated fits with the headroom asked for."
+        return "Nothing fits: the least that a rank takes is more than these GPUs have."
+    return f"Nothing of the {plan.simulated} layouts that were simulated fits with the headroom asked for."
 
 
 def _span(pair) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from metapeak.strategies.processes import results
 from metapeak.strategies.shared_trace import SharedTraces, trace_key
 from metapeak.tracer.errors import InputError, MetapeakError
 from metapeak.tracer.simulation import Option, Simulation, Verdict
@@ -55,38 +56,58 @@ def sweep(
     swept: Mapping[str, Sequence[Any]],
     options_of_point: Callable[[Mapping[str, Any]], Mapping[str, Option]],
     *,
+    jobs: int = 1,
+    backend: str | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Sweep:
     """Simulate every combination of `swept`; `options_of_point` makes the resolved options of one.
 
-    A point that cannot be simulated is kept with its reason. Raises the last reason where none can be.
+    Points that share a trace are simulated by one of `jobs` processes, or of a cluster (`backend`, processes.py). A
+    point that cannot be simulated is kept with its reason. Raises the last reason where none can be.
     """
     chosen = combinations(swept)
-    results: list[Point | None] = [None] * len(chosen)
+    found: list[Point | None] = [None] * len(chosen)
     resolved: dict[int, Mapping[str, Option]] = {}
     problem: MetapeakError | None = None
     for position, values in enumerate(chosen):
         try:
             resolved[position] = options_of_point(values)
         except MetapeakError as error:
-            problem, results[position] = error, Point(values=values, refused=str(error))
-    traces = SharedTraces(reference)
-    first: dict[tuple, int] = {}
+            problem, found[position] = error, Point(values=values, refused=str(error))
+    groups: dict[tuple, list[int]] = {}
     for position, options in resolved.items():
-        first.setdefault(trace_key(options), position)
-    order = sorted(resolved, key=lambda position: (first[trace_key(resolved[position])], position))
-    for done, position in enumerate(order):
-        progress(f"{done + 1} of {len(order)}: {' '.join(f'{name}={v}' for name, v in chosen[position].items())}")
-        try:
-            simulation = traces.simulate(resolved[position])
-            results[position] = Point(values=chosen[position], simulation=simulation.without_graph())
-        except MetapeakError as error:
-            problem, results[position] = error, Point(values=chosen[position], refused=str(error))
-    if problem is not None and all(point.simulation is None for point in results):
+        groups.setdefault(trace_key(options), []).append(position)
+    done = traces = 0
+    if jobs == 1 and backend is None:
+        calls = (
+            (positions, _simulated(reference, [resolved[at] for at in positions])) for positions in groups.values()
+        )
+    else:
+        asked = [(reference, [resolved[at] for at in positions]) for positions in groups.values()]
+        calls = zip(groups.values(), results(_simulated, asked, jobs=jobs, backend=backend))
+    for positions, (recorded, answers) in calls:
+        traces += recorded
+        for position, answer in zip(positions, answers):
+            done += 1
+            progress(f"{done} of {len(resolved)}: {' '.join(f'{name}={v}' for name, v in chosen[position].items())}")
+            if isinstance(answer, MetapeakError):
+                problem, found[position] = answer, Point(values=chosen[position], refused=str(answer))
+            else:
+                found[position] = Point(values=chosen[position], simulation=answer)
+    if problem is not None and all(point.simulation is None for point in found):
         raise problem
-    return Sweep(
-        swept={name: tuple(values) for name, values in swept.items()}, points=tuple(results), traces=traces.traces
-    )
+    return Sweep(swept={name: tuple(values) for name, values in swept.items()}, points=tuple(found), traces=traces)
+
+
+def _simulated(reference: str, points: Sequence[Mapping[str, Option]]) -> tuple[int, list[Simulation | MetapeakError]]:
+    """(how many steps were recorded, what each point is or why it is not), of points that share a trace."""
+    traces, answers = SharedTraces(reference), []
+    for options in points:
+        try:
+            answers.append(traces.simulate(options).without_graph())
+        except MetapeakError as error:
+            answers.append(error)
+    return traces.traces, answers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,6 +18,10 @@ from collections.abc import Iterable
 class MetapeakError(Exception):
     """Base class: the message says what was asked, what was found and what to try."""
 
+    def __reduce__(self):
+        """As it is, whatever the constructor takes: errors come back from other processes."""
+        return _again, (type(self), self.args, self.__dict__)
+
 
 class InputError(MetapeakError):
     """What was asked cannot be used."""
@@ -65,3 +69,10 @@ class TraceError(MetapeakError):
 
 class DataDependentError(TraceError):
     """A size or branch of the step depends on values that exist only on a real device."""
+
+
+def _again(kind: type[MetapeakError], arguments: tuple, attributes: dict) -> MetapeakError:
+    error = kind.__new__(kind)
+    error.args = arguments
+    error.__dict__.update(attributes)
+    return error

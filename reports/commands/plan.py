@@ -17,8 +17,10 @@ from metapeak.reports.commands.base import (
 from metapeak.tracer.errors import InputError
 
 # What a plan chooses where nobody did, and asks for by flags of its own.
-_OWN = ("gpu", "gpus", "gpu_memory")
-_CHOSEN = ("tp", "dp_shard", "dp_replicate", "batch_size", "grad_accum")
+_OWN = ("gpu", "gpus", "gpu_memory", "microbatches")
+_CHOSEN = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "batch_size", "grad_accum")
+ORDERS = ("cost", "time")
+_LISTS = {"method": "methods", "checkpointing": "policies", "schedule": "schedules"}
 
 
 class PlanCommand:
@@ -29,7 +31,6 @@ class PlanCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         from metapeak.reports.options import add_to_parser
-        from metapeak.strategies.planning.planner import ORDERS
 
         parser.add_argument("model", metavar="MODEL", help="Hugging Face id, folder, config.json or file.py:function")
         own = parser.add_argument_group("what to plan")
@@ -39,8 +40,9 @@ class PlanCommand:
         own.add_argument("--methods", metavar="NAME[,NAME]", help="methods to choose from; default: --method, or full")
         own.add_argument("--headroom", type=float, default=5.0, metavar="PERCENT", help="of the memory to stay free")
         own.add_argument("--order", choices=ORDERS, default="cost", help="per token; default cost")
-        own.add_argument("--top", type=int, default=5, metavar="N", help="plans to show")
+        own.add_argument("--top", type=int, default=3, metavar="N", help="plans to show; default 3")
         own.add_argument("--seconds", type=float, default=120.0, metavar="S", help="time for simulations")
+        own.add_argument("--jobs", type=int, metavar="N", help="processes that simulate; default 2, or 1 on one core")
         own.add_argument("--instances", metavar="CSV", help="a newer catalogue of instances, with the same columns")
         own.add_argument(
             "--checkpoint-interval",
@@ -59,6 +61,7 @@ class PlanCommand:
         from metapeak.reports.plan import plan_record, prices_of_catalogue, print_plan
         from metapeak.reports.progress import Progress
         from metapeak.strategies.planning.planner import gpus_of, plan
+        from metapeak.strategies.processes import cores
         from metapeak.tracer.instances import all_instances, read_instances
 
         quiet_transformers()
@@ -71,7 +74,7 @@ class PlanCommand:
         with Progress() as progress:
             found = plan(
                 arguments.model,
-                given,
+                [_standing(options) for options in given],
                 gpus,
                 _free(arguments, {**given[0], **given[1]}),
                 instances=instances,
@@ -80,6 +83,7 @@ class PlanCommand:
                 order=arguments.order,
                 top=arguments.top,
                 seconds=arguments.seconds,
+                jobs=arguments.jobs or min(2, cores()),
                 cache=open_cache(arguments),
                 progress=progress,
             )
@@ -107,6 +111,7 @@ def _check(arguments: argparse.Namespace) -> None:
         ("headroom", 0),
         ("checkpoint_interval", 0),
         ("tokens_per_batch", 1),
+        ("jobs", 1),
     ):
         value = getattr(arguments, name)
         if value is not None and value < least:
@@ -121,7 +126,7 @@ def _command(arguments: argparse.Namespace) -> str:
     words += ["--config", arguments.config] if arguments.config else []
     for setting in _settings():
         value = getattr(arguments, setting.name)
-        if value is not None and setting.name not in (*_CHOSEN, "method", "checkpointing"):
+        if value is not None and setting.name not in (*_CHOSEN, *_LISTS):
             words += [setting.flag] if value is True else [setting.flag, str(value)]
     return shlex.join(words)
 
@@ -141,6 +146,11 @@ def _free(arguments: argparse.Namespace, given):
                 raise UnknownName("method", name, known)
     elif "method" in given:
         methods = [given["method"].value]
-    policies = [given["checkpointing"].value] if "checkpointing" in given else ["none", "full"]
     chosen = {name: [given[name].value] for name in _CHOSEN if name in given}
-    return Open(gpus=counts_of(arguments.gpus), methods=methods, policies=policies, **chosen)
+    chosen |= {_LISTS[name]: [given[name].value] for name in ("checkpointing", "schedule") if name in given}
+    return Open(gpus=counts_of(arguments.gpus), methods=methods, **chosen)
+
+
+def _standing(options):
+    """What stands whatever the plan chooses."""
+    return {name: option for name, option in options.items() if name not in (*_CHOSEN, *_LISTS)}

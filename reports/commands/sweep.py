@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from metapeak.reports.commands.base import DONE, make_console, put_file
-from metapeak.reports.files import check_all_writable, write_whole
+from metapeak.reports.commands.base import DONE, check_targets, put_result
+from metapeak.reports.files import write_whole
 from metapeak.tracer.errors import InputError, UnknownName
 
 # Reports of one estimate; a sweep has none of them.
@@ -23,6 +23,14 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--parquet", metavar="FILE", help="the same as Parquet (needs pyarrow)")
     group.add_argument("--heatmap", metavar="FILE", help="write a page with a heat map of the last two options")
     group.add_argument(
+        "--jobs", type=int, metavar="N", help="processes that simulate; default 1, of --backend all cores"
+    )
+    group.add_argument(
+        "--backend",
+        choices=("loky", "dask", "ray"),
+        help="of joblib: dask and ray take the cluster that DASK_SCHEDULER_ADDRESS or RAY_ADDRESS names",
+    )
+    group.add_argument(
         "--largest", metavar="NAME", help="search the largest value that fits: batch_size, seq_len, image_size, ..."
     )
 
@@ -33,7 +41,7 @@ def is_sweep(arguments: argparse.Namespace) -> bool:
 
     if swept_options(arguments):
         return True
-    asked = [name for name in _OF_MANY if getattr(arguments, name) is not None]
+    asked = [name for name in (*_OF_MANY, "jobs", "backend") if getattr(arguments, name) is not None]
     if asked:
         raise InputError(f"--{asked[0]} is for sweeps: give an option several values, as --seq-len 2048,4096.")
     return False
@@ -52,22 +60,32 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         sweep_parquet,
         sweep_record,
     )
+    from metapeak.strategies.processes import cores
     from metapeak.strategies.sweep import sweep
 
     swept = swept_options(arguments)
+    if arguments.jobs is not None and arguments.jobs < 1:
+        raise InputError(f"--jobs is {arguments.jobs}, but has to be at least 1.")
     _refuse(arguments, "several values of an option", (*_OF_ONE, "largest"))
     if arguments.parquet is not None:
         check_parquet()
     if arguments.heatmap is not None:
         check_heatmap(swept)
-    targets = _targets(arguments, ("json", *_OF_MANY))
+    targets = check_targets(arguments, *_OF_MANY)
     with Progress() as progress:
-        found = sweep(arguments.model, swept, lambda values: options_of_point(arguments, values), progress=progress)
+        found = sweep(
+            arguments.model,
+            swept,
+            lambda values: options_of_point(arguments, values),
+            jobs=arguments.jobs or (cores() if arguments.backend else 1),
+            backend=arguments.backend,
+            progress=progress,
+        )
     for name, render in {"csv": sweep_csv, "parquet": sweep_parquet, "heatmap": sweep_heatmap}.items():
         if f"--{name}" in targets:
             write_whole(targets[f"--{name}"], render(found))
             print(f"wrote {targets[f'--{name}']}", file=sys.stderr)
-    _put(arguments, targets, lambda: sweep_record(found), lambda: print_sweep(found, make_console()))
+    put_result(arguments, targets, lambda: sweep_record(found), lambda console: print_sweep(found, console))
     return DONE
 
 
@@ -90,19 +108,18 @@ def run_largest(arguments: argparse.Namespace) -> int:
         raise InputError(f"--largest {name} searches {name}, but --{name.replace('_', '-')} is given. Leave one out.")
     if gpu_of(resolve_options(arguments)) is None:
         raise InputError("--largest needs --gpu or --gpu-memory to fit into.")
-    targets = _targets(arguments, ("json",))
+    targets = check_targets(arguments)
     traces = SharedTraces(arguments.model)
     with Progress() as progress:
         found = largest_that_fits(
             name, lambda value: traces.simulate(options_of_point(arguments, {name: value})), progress=progress
         )
 
-    def show() -> None:
-        console = make_console()
+    def show(console) -> None:
         console.print(describe_largest(found), style="bold", markup=False)
         print_summary(found.simulation, console)
 
-    _put(arguments, targets, lambda: {**record_of(found.simulation), "largest": largest_record(found)}, show)
+    put_result(arguments, targets, lambda: {**record_of(found.simulation), "largest": largest_record(found)}, show)
     return DONE
 
 
@@ -110,21 +127,3 @@ def _refuse(arguments: argparse.Namespace, what: str, names) -> None:
     for name in names:
         if getattr(arguments, name):
             raise InputError(f"--{name.replace('_', '-')} is for one estimate and does not go with {what}.")
-
-
-def _targets(arguments: argparse.Namespace, names):
-    asked = {f"--{name}": getattr(arguments, name) for name in names}
-    if asked["--json"] == "-":
-        del asked["--json"]
-    return check_all_writable(asked, force=arguments.force)
-
-
-def _put(arguments: argparse.Namespace, targets, record, show) -> None:
-    import json
-
-    if "--json" in targets:
-        put_file(targets["--json"], record())
-    elif arguments.json == "-":
-        sys.stdout.write(json.dumps(record(), indent=2) + "\n")
-    else:
-        show()

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from unittest import mock
 
 from metapeak.strategies.base import NoOpStrategy
 from metapeak.strategies.parallel.layout import NO_LAYOUT, Layout
@@ -63,6 +62,8 @@ def _reduced(state, bucket):  # torch looks at the annotations of a hook, if it 
 @contextlib.contextmanager
 def _replicas_are_alike() -> Iterator[None]:
     """There are no other replicas whose shapes could differ or that need this one's values."""
+    from unittest import mock
+
     where = "torch.nn.parallel.distributed."
     with (
         mock.patch(where + "_verify_param_shape_across_processes", lambda *arguments, **options: None),

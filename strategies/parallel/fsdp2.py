@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 from metapeak.strategies.base import NoOpStrategy
 from metapeak.strategies.optimizers.on_shards import check_on_shards
@@ -161,6 +160,8 @@ def _one_chunk_made() -> Iterator[None]:
     """`fully_shard` cuts every parameter into the shards of all ranks and keeps its own: of 4,096, the others are not
     made here.
     """
+    from unittest import mock
+
     with mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", _Chunks):
         yield
 

@@ -32,6 +32,10 @@ from metapeak.tracer.simulation import Option, RankResult, Simulation
 if TYPE_CHECKING:
     import torch
 
+    from metapeak.strategies.parallel.fsdp1 import FSDP1
+    from metapeak.tracer.graph import StepGraph
+    from metapeak.tracer.spec import StepSpec
+
 _NAMES = {full: name for name, full in DTYPES.items()}
 
 
@@ -60,7 +64,8 @@ def verified(
         raise InputError("--verify: shards on the host (cpu_offload) are not rewritten.")
     if not lifecycle_of(options).is_training_alone:
         raise InputError("--verify compares training steps: leave evaluation, generation, saving and loading out.")
-    graph = _plain(reference, fsdp, options, progress)
+    progress("verifying: the unsharded step")
+    graph = unsharded_step(reference, fsdp, options)
     liveness = graph.liveness()
     policy = parse_policy(options["checkpointing"].value)
     if not isinstance(policy, Nothing):
@@ -68,16 +73,19 @@ def verified(
     return [_compared(rank, _phases(rank, fsdp, liveness, graph)) for rank in simulation.ranks]
 
 
-def _plain(reference: str, fsdp: FSDP2, options: Mapping[str, Option], progress):
-    """The unsharded step on one GPU, in the dtype that FSDP2 computes in, with what autograd saves apart."""
+def unsharded_step(
+    reference: str, fsdp: FSDP1 | FSDP2, options: Mapping[str, Option], step: StepSpec | None = None
+) -> StepGraph:
+    """The unsharded step on one GPU, in the dtype that FSDP computes in, with what autograd saves apart."""
     from metapeak.strategies.prepared import plain_step_graph
 
-    progress("verifying: the unsharded step")
     if fsdp.param_dtype is not None:
         computed = Option(value=_NAMES[fsdp.param_dtype], origin="param_dtype")
         options = {**options, "weights_dtype": computed}
-    cast = [_OutputCast(dtype=fsdp.output_dtype)] if fsdp.output_dtype is not None else []
-    return plain_step_graph(model_spec(reference, options), step_spec(options), [*model_strategies(options), *cast])
+    output = getattr(fsdp, "output_dtype", None)
+    cast = [_OutputCast(dtype=output)] if output is not None else []
+    strategies = [*model_strategies(options), *cast]
+    return plain_step_graph(model_spec(reference, options), step or step_spec(options), strategies)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,17 @@
 """The search for the largest value, on every threshold there is, with a made-up simulation."""
 
+import json
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from metapeak.strategies.sweep import combinations, largest_that_fits
+from metapeak.strategies.processes import results
+from metapeak.strategies.settings import options_of, resolve
+from metapeak.strategies.sweep import combinations, largest_that_fits, sweep
 from metapeak.tracer.errors import InputError
 from metapeak.tracer.simulation import Verdict
+from tests.strategies.parallel.test_sharded_steps import CONFIG
 
 ROOM = 10_000
 
@@ -79,3 +84,32 @@ def test_combinations():
         {"a": 2, "b": "x"},
         {"a": 2, "b": "y"},
     ]
+
+
+@pytest.mark.parametrize("backend", [None, "loky", "dask"])
+def test_processes_and_clusters_say_what_one_process_says(tmp_path, backend):
+    """Two traces over two processes of this machine, of joblib's pool, of a local Dask cluster."""
+    if backend is not None:
+        pytest.importorskip("joblib", reason="joblib is not installed")
+    if backend == "dask":
+        pytest.importorskip("distributed", reason="dask and distributed are not installed")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    swept = {"method": ("full", "lora"), "checkpointing": ("none", "full"), "lora_rank": (None, 4)}
+
+    def options(values):
+        return resolve(options_of({**{k: v for k, v in values.items() if v is not None}, "seq_len": 16}, "call"))
+
+    alone = sweep(str(path), swept, options)
+    spread = sweep(str(path), swept, options, jobs=2, backend=backend)
+    assert alone.traces == spread.traces
+    for one, other in zip(alone.points, spread.points, strict=True):
+        assert (one.values, one.refused) == (other.values, other.refused)
+        if one.simulation is not None:
+            assert one.simulation.worst.device_bytes == other.simulation.worst.device_bytes
+
+
+def test_a_cluster_needs_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "joblib", None)
+    with pytest.raises(InputError, match=r"--backend dask needs joblib: pip install 'metapeak\[cluster\]'"):
+        list(results(max, [(1, 2)], jobs=1, backend="dask"))
