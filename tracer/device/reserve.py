@@ -149,8 +149,12 @@ def reserve(
         unfragmented_peak=_unfragmented_peak(liveness, config, storage, is_alloc),
         retries=allocator.retries,
         oom=oom,
-        _make_run=lambda: run,
+        _make_run=functools.partial(_itself, run),
     )
+
+
+def _itself(run: _Run) -> _Run:
+    return run
 
 
 def replayed(
