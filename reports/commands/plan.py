@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import shlex
+from typing import TYPE_CHECKING
 
 from metapeak.reports.commands.base import (
     DONE,
@@ -16,6 +18,11 @@ from metapeak.reports.commands.base import (
 )
 from metapeak.tracer.errors import InputError
 
+if TYPE_CHECKING:
+    from metapeak.tracer.instances import Instance
+
+# The catalogue that is read from the package gpuhunt.
+LIVE = "gpuhunt"
 # What a plan chooses where nobody did, and asks for by flags of its own.
 _OWN = ("gpu", "gpus", "gpu_memory", "microbatches")
 _CHOSEN = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "batch_size", "grad_accum")
@@ -43,7 +50,11 @@ class PlanCommand:
         own.add_argument("--top", type=int, default=3, metavar="N", help="plans to show; default 3")
         own.add_argument("--seconds", type=float, default=120.0, metavar="S", help="time for simulations")
         own.add_argument("--jobs", type=int, metavar="N", help="processes that simulate; default 2, or 1 on one core")
-        own.add_argument("--instances", metavar="CSV", help="a newer catalogue of instances, with the same columns")
+        own.add_argument(
+            "--instances",
+            metavar="CSV",
+            help="a newer catalogue of instances, with the same columns, or gpuhunt for what that package lists now",
+        )
         own.add_argument(
             "--checkpoint-interval",
             type=float,
@@ -58,18 +69,16 @@ class PlanCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from metapeak.reports.options import given_options
-        from metapeak.reports.plan import plan_record, prices_of_catalogue, print_plan
+        from metapeak.reports.plan import plan_record, print_plan
         from metapeak.reports.progress import Progress
         from metapeak.strategies.planning.planner import gpus_of, plan
         from metapeak.strategies.processes import cores
-        from metapeak.tracer.instances import all_instances, read_instances
 
         quiet_transformers()
         _check(arguments)
         given = given_options(arguments, _settings())
         gpus = gpus_of(arguments.gpu)
-        instances = read_instances(arguments.instances) if arguments.instances else all_instances()
-        prices = f"of {arguments.instances}" if arguments.instances else prices_of_catalogue()
+        instances, prices = _instances(arguments.instances)
         targets = check_targets(arguments)
         with Progress() as progress:
             found = plan(
@@ -95,6 +104,21 @@ class PlanCommand:
             lambda console: print_plan(found, _command(arguments), prices, interval, console),
         )
         return DONE
+
+
+def _instances(named: str | None) -> tuple[tuple[Instance, ...], str]:
+    """The catalogue of instances, and what to say about its prices."""
+    from metapeak.reports.plan import prices_of_catalogue
+    from metapeak.tracer.instances import all_instances, read_instances
+
+    if named is None:
+        return all_instances(), prices_of_catalogue()
+    if named != LIVE:
+        return read_instances(named), f"of {named}"
+    from metapeak.tracer.live_prices import live_instances
+
+    day = datetime.date.today().isoformat()
+    return live_instances(), f"listed by gpuhunt, read on {day}, at the cheapest location of each; no offers"
 
 
 def _settings():
