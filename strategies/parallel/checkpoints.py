@@ -21,7 +21,6 @@ from metapeak.strategies.checkpoint_policies import Budget, EveryBlock, Policy, 
 from metapeak.strategies.gradient_checkpointing import CheckpointEveryBlock, CheckpointModules, GradientCheckpointing
 from metapeak.strategies.parallel.fsdp1 import FSDP1
 from metapeak.strategies.parallel.layout import Layout
-from metapeak.tracer.blocks import block_names
 from metapeak.tracer.errors import InputError
 
 
@@ -64,5 +63,7 @@ def _plan_of_every_block(policy: Policy, plain_module: Callable, strategies: Seq
     reentrant = isinstance(policy, Reentrant)
     if not isinstance(policy.policy if reentrant else policy, EveryBlock):
         return None
+    from metapeak.tracer.blocks import block_names  # needs torch
+
     blocks = block_names(plain_module(strategies))
     return {"checkpointed": blocks, **({"use_reentrant": True} if reentrant else {})} if blocks else None
