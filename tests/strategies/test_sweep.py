@@ -86,7 +86,7 @@ def test_combinations():
     ]
 
 
-@pytest.mark.parametrize("backend", [None, "loky", "dask"])
+@pytest.mark.parametrize("backend", [None, pytest.param("loky", marks=pytest.mark.slow), "dask"])
 def test_processes_and_clusters_say_what_one_process_says(tmp_path, backend):
     """Two traces over two processes of this machine, of joblib's pool, of a local Dask cluster."""
     if backend is not None:

@@ -60,6 +60,10 @@ def model(tmp_path):
     return write
 
 
+def slow_but(names, *fast):
+    return [pytest.param(name, marks=[] if name in fast else [pytest.mark.slow]) for name in names]
+
+
 def is_spliced(simulation) -> bool:
     return any("are copies of a block" in sentence for sentence in simulation.how.assumptions)
 
@@ -98,14 +102,14 @@ def check_equal(spliced, whole):
         assert rank.steady_bytes == other.steady_bytes
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", slow_but(CONFIGS, "llama", "t5", "gemma3", "deepseek", "wav2vec2"))
 def test_a_spliced_step_is_that_of_the_whole_model(model, name):
     reference = model(name)
     spliced, whole = (simulate_options(reference, {"seq_len": 32, "full_trace": full}) for full in (False, True))
     check_equal(spliced, whole)
 
 
-@pytest.mark.parametrize("title", OPTIONS)
+@pytest.mark.parametrize("title", slow_but(OPTIONS, "amp", "lora", "qlora", "checkpointing", "fsdp2", "hsdp-tp"))
 def test_under_every_strategy(model, title):
     options = {"seq_len": 32, "batch_size": 2, **OPTIONS[title]}
     reference = model("llama")
