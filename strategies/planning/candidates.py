@@ -152,7 +152,7 @@ def refusal(one: Candidate, model: Model | None, free: Open, seq_len: int) -> st
     if one.tp > 1 and one.method != "full":
         return "tp has no plan for adapters"
     if one.pp > 1 and one.cp * one.ep > 1:
-        return "pp with cp or ep is not predicted"
+        return "pp with cp or ep is left out of plans: such a step can take minutes to trace"
     if one.ep > 1 and one.method != "full":
         return "ep has no plan for adapters"
     if one.cp > 1 and seq_len % (2 * one.cp):

@@ -43,10 +43,22 @@ class RankRun:
         return max(live for name, _, live in self.timeline if name == phase)
 
 
+def check_phases(phases, run: RankRun, rank: int) -> None:
+    """Assert that predicted phases, by (iteration, name), have the ends and the peaks that a rank saw."""
+    assert {key: phase.end_bytes for key, phase in phases.items()} == run.ends, f"rank {rank}"
+    peaks = {key: run.peak(key) for key in phases}
+    assert {key: phase.peak_bytes for key, phase in phases.items()} == peaks, f"rank {rank}"
+
+
 class Ranks:
     """`world_size` processes that wait for cases; start them once, they cost seconds."""
 
     def __init__(self, world_size: int):
+        self._world_size = world_size
+        self._start()
+
+    def _start(self) -> None:
+        world_size = self._world_size
         context = mp.get_context("spawn")
         self._pipes, self._processes = [], []
         self._meeting = tempfile.mkdtemp()
@@ -59,7 +71,17 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, name: str) -> list[RankRun]:
-        """What each rank saw. Raises RuntimeError with the traceback of a rank that failed."""
+        """What each rank saw. Raises RuntimeError with the traceback of a rank that failed; the next case then gets new
+        processes, because answers of this one may still come.
+        """
+        try:
+            return self._answers(name)
+        except BaseException:
+            self.close()
+            self._start()
+            raise
+
+    def _answers(self, name: str) -> list[RankRun]:
         for pipe in self._pipes:
             pipe.send(name)
         results = []
@@ -79,7 +101,7 @@ class Ranks:
         for process in self._processes:
             process.join(10)
             if process.is_alive():
-                process.terminate()
+                process.kill()
         with contextlib.suppress(OSError):
             os.remove(os.path.join(self._meeting, "store"))
             os.rmdir(self._meeting)

@@ -19,7 +19,6 @@ from metapeak.tracer.liveness import Phase
 from metapeak.tracer.simulation import played_actions
 from metapeak.tracer.training_loop import TrainingLoop
 from tests.agreement.distributed.pipelines import PIPELINES
-from tests.agreement.distributed.real_ranks import Ranks
 from tests.agreement.distributed.test_real_ranks import foreach_adamw
 
 
@@ -34,20 +33,6 @@ _INSIDE = {
     "ep": [lambda layout: ExpertParallel(layout=layout), _shards],
 }
 _DEFAULT = ("2 ranks, gpipe", "2 ranks, 1f1b", "2 ranks, interleaved", "2 ranks, zbv")
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
 
 
 def predicted(case, world_size, rank):

@@ -17,7 +17,7 @@ from metapeak.strategies.parallel.tensor_parallel import TensorParallel
 from metapeak.tracer.capture import default_loss, record_training_step
 from metapeak.tracer.distributed import one_rank_of
 from tests.agreement.distributed.cases import CASES
-from tests.agreement.distributed.real_ranks import Ranks
+from tests.agreement.distributed.real_ranks import check_phases
 
 _STRATEGIES = {
     "fsdp2": lambda ranks, **options: [FSDP2(layout=Layout(dp_shard=ranks), **options)],
@@ -40,20 +40,6 @@ def with_fsdp2(strategy, ranks, axis, degree=None, **options):
 
 # One of each mechanism; the others, and four ranks, are slow.
 _DEFAULT = ("fsdp2, bf16, checkpointing", "fsdp1", "ddp", "tp", "tp, sequence and loss", "cp", "ep")
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
 
 
 def foreach_adamw(parameters):
@@ -88,11 +74,7 @@ def check(name, ranks, world_size):
     real = ranks.run(name)
     for rank in sorted({0, world_size - 1}):
         _, phases = predicted(case, world_size, rank)
-        run = real[rank]
-        assert {key: phase.end_bytes for key, phase in phases.items()} == run.ends, f"rank {rank}"
-        assert {key: phase.peak_bytes for key, phase in phases.items()} == {key: run.peak(key) for key in phases}, (
-            f"rank {rank}"
-        )
+        check_phases(phases, real[rank], rank)
 
 
 @pytest.mark.parametrize("name", _DEFAULT)

@@ -11,25 +11,11 @@ from metapeak.tracer.distributed import one_rank_of
 from metapeak.tracer.life import Evaluation, Life, record_life
 from metapeak.tracer.training_loop import TrainingLoop
 from tests.agreement.distributed.cases import SAVES
-from tests.agreement.distributed.real_ranks import Ranks
+from tests.agreement.distributed.real_ranks import check_phases
 from tests.agreement.distributed.test_real_ranks import _STRATEGIES, foreach_adamw
 
 # One of each way; the others, and three ranks, are slow.
 _DEFAULT = ("fsdp2, save full", "fsdp2, save full-on-device", "fsdp1, evaluation, save full")
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def three_ranks():
-    ranks = Ranks(3)
-    yield ranks
-    ranks.close()
 
 
 def predicted(case, world_size, rank):
@@ -61,9 +47,7 @@ def check(name, ranks, world_size):
     real = ranks.run(name)
     for rank in sorted({0, world_size - 1}):
         phases = {(phase.iteration, phase.phase): phase for phase in predicted(case, world_size, rank)[1:]}
-        assert {key: phase.end_bytes for key, phase in phases.items()} == real[rank].ends, f"rank {rank}"
-        peaks = {key: real[rank].peak(key) for key in phases}
-        assert {key: phase.peak_bytes for key, phase in phases.items()} == peaks, f"rank {rank}"
+        check_phases(phases, real[rank], rank)
 
 
 @pytest.mark.parametrize("name", _DEFAULT)

@@ -175,7 +175,7 @@ def test_rules_leave_out_what_cannot_be():
     for change, says in (
         ({"tp": 4}, "attention heads"),
         ({"tp": 2, "method": "lora"}, "adapters"),
-        ({"pp": 2, "cp": 2}, "not predicted"),
+        ({"pp": 2, "cp": 2}, "left out of plans"),
         ({"pp": 2, "grad_accum": 1}, "as many microbatches"),
         ({"pp": 8, "grad_accum": 8, "gpus": 16}, "more stages than blocks"),
         ({"pp": 2, "grad_accum": 8}, "inside one machine"),
