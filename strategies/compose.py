@@ -163,7 +163,8 @@ def simulate(
 
         started = time.perf_counter()
         # Workspaces last: what the rewritten step runs again takes its workspace again.
-        workspaces = KernelWorkspaces.of(graph, device_of(gpu))
+        # A rank told from another one takes the same: no kernel with a workspace has a shard's size (shard_sizes.py).
+        workspaces = KernelWorkspaces.of(graph, device_of(gpu)) if told is None else traced[0][3]
         liveness = workspaces.added_to(liveness)
         shared = layout is not None
         parts = logits_parts(strategies)
